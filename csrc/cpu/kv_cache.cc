@@ -1,0 +1,189 @@
+// Writing new keys and values into a paged cache.
+#include "flashxla/kv_cache.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstring>
+
+#include "common/error.h"
+#include "common/tensor_view.h"
+#include "cpu/dtypes.h"
+#include "cpu/parallel.h"
+
+namespace flashxla {
+namespace {
+
+// Below this many bytes, waking threads costs more than they save.
+constexpr int64_t kInlineBytes = 1 << 20;
+
+// A run of this many neighbouring slots is written by one thread.
+constexpr int kSlotRunBits = 4;
+
+// Writes n elements: dst[i * dst_stride] = src[i * src_stride] / scale. Strides in elements.
+using RowWriter = void (*)(const char* src, int64_t src_stride, char* dst, int64_t dst_stride,
+                           int64_t n, float scale);
+
+template <typename Element>
+void CopyRow(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t n, float) {
+  if (src_stride == 1 && dst_stride == 1) {
+    std::memcpy(dst, src, n * sizeof(Element));
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    std::memcpy(dst + i * dst_stride * sizeof(Element), src + i * src_stride * sizeof(Element),
+                sizeof(Element));
+  }
+}
+
+template <typename From, typename To>
+void ConvertRow(const char* src_bytes, int64_t src_stride, char* dst_bytes, int64_t dst_stride,
+                int64_t n, float scale) {
+  const auto* src = reinterpret_cast<const typename From::Bits*>(src_bytes);
+  auto* dst = reinterpret_cast<typename To::Bits*>(dst_bytes);
+  if (src_stride == 1 && dst_stride == 1) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = To::Encode(From::Decode(src[i]) / scale);
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    dst[i * dst_stride] = To::Encode(From::Decode(src[i * src_stride]) / scale);
+  }
+}
+
+RowWriter GetRowWriter(int64_t from, int64_t to) {
+  RowWriter writer = nullptr;
+  if (from == to) {
+    switch (ElementSize(to)) {
+      case 4:
+        return CopyRow<uint32_t>;
+      case 2:
+        return CopyRow<uint16_t>;
+      default:
+        return CopyRow<uint8_t>;
+    }
+  }
+  WithFormat(from, [&](auto from_format) {
+    WithFormat(to, [&](auto to_format) {
+      writer = ConvertRow<decltype(from_format), decltype(to_format)>;
+    });
+  });
+  return writer;
+}
+
+// One of the two halves of the operation: keys or values.
+struct Half {
+  const char* src;
+  int64_t src_stride_token, src_stride_head, src_stride_dim;  // in elements
+  int64_t src_size, dst_size;                                 // of an element
+  CacheView cache;
+  ScaleView scale;
+  RowWriter write;
+  bool whole_token;  // all heads of a token are one run of bytes on both sides
+
+  Half(const flashxla_tensor& tensor, const CacheView& view, const flashxla_tensor& scales,
+       int64_t cache_dtype)
+      : src(static_cast<const char*>(tensor.data)),
+        src_stride_token(tensor.stride[0]),
+        src_stride_head(tensor.stride[1]),
+        src_stride_dim(tensor.stride[2]),
+        src_size(ElementSize(tensor.dtype)),
+        dst_size(ElementSize(cache_dtype)),
+        cache(view),
+        scale(scales),
+        write(GetRowWriter(tensor.dtype, cache_dtype)) {
+    const int64_t head_size = cache.head_size;
+    whole_token = (cache.num_heads == 1 ||
+                   (src_stride_head == head_size && cache.stride_head == head_size)) &&
+                  src_stride_dim == 1 && cache.stride_dim == 1 && scale.stride_head == 0;
+  }
+
+  void Write(int64_t token, int64_t block, int64_t offset) const {
+    const char* from = src + token * src_stride_token * src_size;
+    char* to = cache.data + (block * cache.stride_block + offset * cache.stride_token) * dst_size;
+    if (whole_token) {
+      write(from, 1, to, 1, cache.num_heads * cache.head_size, scale.at(0, 0));
+      return;
+    }
+    for (int64_t head = 0; head < cache.num_heads; ++head) {
+      write(from + head * src_stride_head * src_size, src_stride_dim,
+            to + head * cache.stride_head * dst_size, cache.stride_dim, cache.head_size,
+            scale.at(0, head));
+    }
+  }
+};
+
+struct SlotMapping {
+  const char* data;
+  int64_t stride, size;
+  bool is_i64;
+
+  explicit SlotMapping(const flashxla_tensor& t)
+      : data(static_cast<const char*>(t.data)),
+        stride(t.stride[0]),
+        size(t.shape[0]),
+        is_i64(t.dtype == FLASHXLA_I64) {}
+
+  int64_t operator[](int64_t i) const {
+    if (is_i64) return reinterpret_cast<const int64_t*>(data)[i * stride];
+    return reinterpret_cast<const int32_t*>(data)[i * stride];
+  }
+};
+
+flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_context* context) {
+  CacheView key_view, value_view;
+  ViewCache(args.key_cache, args.value_cache, args.layout, &key_view, &value_view);
+  const Half key(args.key, key_view, args.k_scale, args.cache_dtype);
+  const Half value(args.value, value_view, args.v_scale, args.cache_dtype);
+  const SlotMapping slots(args.slot_mapping);
+  if (key.write == nullptr || value.write == nullptr) {
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "cannot write dtype %" PRId64 " as %" PRId64,
+                    args.key.dtype, args.cache_dtype);
+  }
+  if (slots.size > args.key.shape[0] || slots.size > args.value.shape[0]) {
+    return SetError(FLASHXLA_INVALID_ARGUMENT,
+                    "slot_mapping has %" PRId64 " tokens, key and value have %" PRId64
+                    " and %" PRId64,
+                    slots.size, args.key.shape[0], args.value.shape[0]);
+  }
+  const int64_t block_size = key_view.block_size;
+  const int64_t num_slots = key_view.num_blocks * block_size;
+  if (context != nullptr && context->check_indices != 0) {
+    for (int64_t t = 0; t < slots.size; ++t) {
+      if (slots[t] >= num_slots) {
+        return SetError(FLASHXLA_INVALID_ARGUMENT,
+                        "slot_mapping[%" PRId64 "] = %" PRId64 ": outside [0, %" PRId64
+                        ") (negative is padding)",
+                        t, slots[t], num_slots);
+      }
+    }
+  }
+
+  // Each part owns a share of the slots, not of the tokens: when two tokens name one slot, the same
+  // thread writes both, so the slot ends up with one of them and not with a mixture.
+  const int64_t token_bytes =
+      key_view.num_heads * key_view.head_size * (key.src_size + key.dst_size);
+  int64_t num_parts = 1;
+  if (slots.size * token_bytes > kInlineBytes) {
+    const int64_t wanted = std::min<int64_t>(NumThreads(context) * 4, 256);
+    while (NumThreads(context) > 1 && num_parts < wanted) num_parts *= 2;
+  }
+  ParallelTasks(context, NumThreads(context), num_parts, [&](int64_t, int64_t part) {
+    for (int64_t t = 0; t < slots.size; ++t) {
+      const int64_t slot = slots[t];
+      if (slot < 0 || slot >= num_slots) continue;
+      if (((slot >> kSlotRunBits) & (num_parts - 1)) != part) continue;
+      const int64_t block = slot / block_size;
+      const int64_t offset = slot - block * block_size;
+      key.Write(t, block, offset);
+      value.Write(t, block, offset);
+    }
+  });
+  return FLASHXLA_OK;
+}
+
+}  // namespace
+}  // namespace flashxla
+
+flashxla_status flashxla_cpu_kv_cache(const flashxla_kv_cache_args* args,
+                                      const flashxla_context* context) {
+  return flashxla::WriteCache(*args, context);
+}
