@@ -1,0 +1,120 @@
+// Decodes an XLA FFI call into an operation's C ABI struct.
+//
+// Every target has one calling convention, so that an operation is two tables and a function:
+//   operands   the present tensors, in the order of the struct; attribute `operands` is a bit mask
+//              that tells which (bit i: the i-th tensor of kInputs)
+//   results    in the order of kResults; trailing ones may be left out. A result that updates an
+//              operand in place is aliased to it (output_to_operand_aliasing)
+//   attributes the scalars of the struct by name, i64 or f64
+#ifndef FLASHXLA_CSRC_FFI_BINDING_H_
+#define FLASHXLA_CSRC_FFI_BINDING_H_
+
+#include <array>
+#include <string>
+
+#include "flashxla/common.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace flashxla {
+
+namespace ffi = xla::ffi;
+
+template <typename Args>
+struct TensorField {
+  const char* name;
+  flashxla_tensor Args::* field;
+};
+
+template <typename Args, typename T>
+struct ScalarField {
+  const char* name;
+  T Args::* field;
+};
+
+inline bool SetDtype(ffi::DataType dtype, flashxla_tensor* tensor) {
+  switch (dtype) {
+    case ffi::DataType::F32: tensor->dtype = FLASHXLA_F32; return true;
+    case ffi::DataType::F16: tensor->dtype = FLASHXLA_F16; return true;
+    case ffi::DataType::BF16: tensor->dtype = FLASHXLA_BF16; return true;
+    case ffi::DataType::F8E4M3FN: tensor->dtype = FLASHXLA_F8E4M3; return true;
+    case ffi::DataType::F8E5M2: tensor->dtype = FLASHXLA_F8E5M2; return true;
+    case ffi::DataType::U8: tensor->dtype = FLASHXLA_U8; return true;
+    case ffi::DataType::S32: tensor->dtype = FLASHXLA_I32; return true;
+    case ffi::DataType::S64: tensor->dtype = FLASHXLA_I64; return true;
+    default: return false;
+  }
+}
+
+// XLA buffers are dense and row-major.
+inline ffi::Error SetTensor(const ffi::AnyBuffer& buffer, const char* name,
+                            flashxla_tensor* tensor) {
+  const auto dimensions = buffer.dimensions();
+  if (dimensions.size() > FLASHXLA_MAX_RANK || !SetDtype(buffer.element_type(), tensor)) {
+    return ffi::Error::InvalidArgument(std::string(name) + ": unsupported rank or element type");
+  }
+  // An empty buffer may have no address, yet its argument is present.
+  static char empty;
+  tensor->data = buffer.untyped_data() ? buffer.untyped_data() : &empty;
+  tensor->rank = static_cast<int64_t>(dimensions.size());
+  int64_t stride = 1;
+  for (int64_t i = tensor->rank - 1; i >= 0; --i) {
+    tensor->shape[i] = dimensions[i];
+    tensor->stride[i] = stride;
+    stride *= dimensions[i];
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Op>
+ffi::Error Decode(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attrs,
+                  typename Op::Args* args) {
+  const auto mask = attrs.get<int64_t>("operands");
+  if (mask.has_error()) return mask.error();
+  size_t operand = 0;
+  size_t bit = 0;
+  for (const auto& input : Op::kInputs) {
+    if (!((*mask >> bit++) & 1)) continue;
+    const auto buffer = operands.get<ffi::AnyBuffer>(operand++);
+    if (buffer.has_error()) return buffer.error();
+    if (auto error = SetTensor(*buffer, input.name, &(args->*input.field)); error.failure()) {
+      return error;
+    }
+  }
+  size_t result = 0;
+  for (const auto& output : Op::kResults) {
+    if (result == results.size()) break;
+    auto buffer = results.get<ffi::AnyBuffer>(result++);
+    if (buffer.has_error()) return buffer.error();
+    flashxla_tensor* tensor = &(args->*output.field);
+    const void* operand_data = tensor->data;  // set above if this result updates an operand
+    if (auto error = SetTensor(**buffer, output.name, tensor); error.failure()) return error;
+    if (operand_data != nullptr && operand_data != tensor->data) {
+      return ffi::Error::Internal(std::string(output.name) +
+                                  ": the result does not alias its operand; compile the call with "
+                                  "output_to_operand_aliasing");
+    }
+  }
+  for (const auto& scalar : Op::kIntegers) {
+    const auto value = attrs.get<int64_t>(scalar.name);
+    if (value.has_error()) return value.error();
+    args->*scalar.field = *value;
+  }
+  for (const auto& scalar : Op::kFloats) {
+    const auto value = attrs.get<double>(scalar.name);
+    if (value.has_error()) return value.error();
+    args->*scalar.field = *value;
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error ToError(flashxla_status status) {
+  switch (status) {
+    case FLASHXLA_OK: return ffi::Error::Success();
+    case FLASHXLA_INVALID_ARGUMENT: return ffi::Error::InvalidArgument(flashxla_last_error());
+    default: return ffi::Error(ffi::ErrorCode::kResourceExhausted, flashxla_last_error());
+  }
+}
+
+}  // namespace flashxla
+
+#endif  // FLASHXLA_CSRC_FFI_BINDING_H_

@@ -1,0 +1,42 @@
+#include "flashxla/kv_cache.h"
+
+#include "ffi/platform.h"
+
+namespace flashxla {
+namespace {
+
+struct KvCache {
+  using Args = flashxla_kv_cache_args;
+  static constexpr std::array kInputs = {
+      TensorField<Args>{"key", &Args::key},
+      TensorField<Args>{"value", &Args::value},
+      TensorField<Args>{"key_cache", &Args::key_cache},
+      TensorField<Args>{"value_cache", &Args::value_cache},
+      TensorField<Args>{"slot_mapping", &Args::slot_mapping},
+      TensorField<Args>{"k_scale", &Args::k_scale},
+      TensorField<Args>{"v_scale", &Args::v_scale},
+  };
+  static constexpr std::array kResults = {
+      TensorField<Args>{"key_cache", &Args::key_cache},
+      TensorField<Args>{"value_cache", &Args::value_cache},
+  };
+  static constexpr std::array kIntegers = {
+      ScalarField<Args, int64_t>{"layout", &Args::layout},
+      ScalarField<Args, int64_t>{"cache_dtype", &Args::cache_dtype},
+  };
+  static constexpr std::array<ScalarField<Args, double>, 0> kFloats{};
+};
+
+ffi::Error Execute(PlatformContext context, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results, ffi::Dictionary attrs) {
+  flashxla_kv_cache_args args = {};
+  if (auto error = Decode<KvCache>(operands, results, attrs, &args); error.failure()) return error;
+  return Run(FLASHXLA_FUNCTION(kv_cache), args, context);
+}
+
+}  // namespace
+}  // namespace flashxla
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    flashxla_ffi_kv_cache, flashxla::Execute,
+    flashxla::BindPlatform().RemainingArgs().RemainingRets().Attrs());

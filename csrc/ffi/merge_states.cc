@@ -1,0 +1,38 @@
+#include "flashxla/merge_states.h"
+
+#include "ffi/platform.h"
+
+namespace flashxla {
+namespace {
+
+struct MergeStates {
+  using Args = flashxla_merge_states_args;
+  static constexpr std::array kInputs = {
+      TensorField<Args>{"out_a", &Args::out_a},
+      TensorField<Args>{"lse_a", &Args::lse_a},
+      TensorField<Args>{"out_b", &Args::out_b},
+      TensorField<Args>{"lse_b", &Args::lse_b},
+  };
+  static constexpr std::array kResults = {
+      TensorField<Args>{"out", &Args::out},
+      TensorField<Args>{"lse", &Args::lse},
+  };
+  static constexpr std::array<ScalarField<Args, int64_t>, 0> kIntegers{};
+  static constexpr std::array<ScalarField<Args, double>, 0> kFloats{};
+};
+
+ffi::Error Execute(PlatformContext context, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results, ffi::Dictionary attrs) {
+  flashxla_merge_states_args args = {};
+  if (auto error = Decode<MergeStates>(operands, results, attrs, &args); error.failure()) {
+    return error;
+  }
+  return Run(FLASHXLA_FUNCTION(merge_states), args, context);
+}
+
+}  // namespace
+}  // namespace flashxla
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    flashxla_ffi_merge_states, flashxla::Execute,
+    flashxla::BindPlatform().RemainingArgs().RemainingRets().Attrs());

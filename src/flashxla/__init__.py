@@ -1,0 +1,24 @@
+"""flashxla: attention and KV-cache operations for LLMs that run inside XLA.
+
+The operations live in one module per framework, with the same names and arguments in each:
+
+    import flashxla.torch as fx   # PyTorch (cpu, cuda) and PyTorch/XLA
+    import flashxla.jax as fx     # JAX
+"""
+
+from importlib.metadata import version as _version
+
+__version__ = _version("flashxla")
+
+
+def setup_custom_call() -> None:
+    """Register the custom calls with every XLA runtime that is loaded.
+
+    Happens by itself on first use; a second call does nothing.
+    """
+    from flashxla.xla import registration
+
+    registration.register_loaded()
+
+
+__all__ = ["__version__", "setup_custom_call"]

@@ -1,0 +1,166 @@
+"""The native libraries: finding them, and calling the C ABI (csrc/include/flashxla).
+
+They are plain shared objects without a Python ABI, so one build serves every Python. Each operation's argument
+struct is mirrored here from its `Native` declaration; nothing in this module knows Torch or XLA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flashxla.ops.attention import ATTENTION
+from flashxla.ops.kv_cache import KV_CACHE
+from flashxla.ops.merge_states import MERGE_STATES
+from flashxla.ops.op import Native
+
+NATIVES = (KV_CACHE, ATTENTION, MERGE_STATES)
+MAX_RANK = 5
+_OK, _INVALID_ARGUMENT = 0, 1
+_EMPTY = ctypes.create_string_buffer(64)  # an empty tensor may have no address, yet it is present
+
+
+class CTensor(ctypes.Structure):
+    """flashxla_tensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("shape", ctypes.c_int64 * MAX_RANK),
+        ("stride", ctypes.c_int64 * MAX_RANK),
+    )
+
+    def set(self, address: int, dtype: int, shape: Iterable[int], stride: Iterable[int]) -> None:
+        """Describe a tensor; strides in elements."""
+        self.data = address or ctypes.addressof(_EMPTY)
+        self.dtype = dtype
+        shape = tuple(shape)
+        self.rank = len(shape)
+        self.shape[: len(shape)] = shape
+        self.stride[: len(shape)] = tuple(stride)
+
+
+class CContext(ctypes.Structure):
+    """flashxla_context."""
+
+    _fields_ = (
+        ("parallel_for", ctypes.c_void_p),
+        ("pool", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
+        ("stream", ctypes.c_void_p),
+        ("check_indices", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def args_struct(native: Native) -> type[ctypes.Structure]:
+    """flashxla_<name>_args: inputs, then results that are not inputs too, then integers and floats."""
+    tensors = dict.fromkeys((*native.inputs, *native.results))
+    fields = [(name, CTensor) for name in tensors]
+    fields += [(name, ctypes.c_int64) for name in native.integers]
+    fields += [(name, ctypes.c_double) for name in native.floats]
+    return type(f"flashxla_{native.name}_args", (ctypes.Structure,), {"_fields_": fields})
+
+
+class Library:
+    """One platform's native library, "cpu" or "cuda"."""
+
+    def __init__(self, platform: str, path: Path) -> None:
+        self.platform = platform
+        self.path = path
+        self._cdll = ctypes.CDLL(str(path))
+        self._cdll.flashxla_last_error.restype = ctypes.c_char_p
+        self._cdll.flashxla_check_indices.restype = ctypes.c_int64
+        self._functions = {}
+        for native in NATIVES:
+            function = self._cdll[f"flashxla_{platform}_{native.name}"]
+            function.argtypes = (ctypes.POINTER(args_struct(native)), ctypes.POINTER(CContext))
+            self._functions[native] = function
+        self._cdll.flashxla_ffi_target_name.restype = ctypes.c_char_p
+        self._cdll.flashxla_ffi_target_name.argtypes = (ctypes.c_int64,)
+        self._cdll.flashxla_ffi_target_handler.restype = ctypes.c_void_p
+        self._cdll.flashxla_ffi_target_handler.argtypes = (ctypes.c_int64,)
+        self._cdll.flashxla_ffi_register.restype = ctypes.c_char_p
+        self._cdll.flashxla_ffi_register.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+        self._cdll.flashxla_ffi_api_version.restype = ctypes.c_int64
+        self._cdll.flashxla_ffi_runtime_api_version.restype = ctypes.c_int64
+        self._cdll.flashxla_ffi_runtime_api_version.argtypes = (ctypes.c_void_p,)
+
+    @functools.cached_property
+    def check_indices(self) -> bool:
+        """Whether FLASHXLA_CHECK=1: bad index tensors raise instead of being skipped."""
+        return bool(self._cdll.flashxla_check_indices())
+
+    def call(
+        self, native: Native, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float], **context: Any
+    ) -> str | None:
+        """Run an operation. Returns None, or the message of an invalid argument."""
+        args = args_struct(native)()
+        for name, tensor in tensors.items():
+            setattr(args, name, tensor)
+        for name, value in attributes.items():
+            setattr(args, name, value)
+        status = self._functions[native](args, CContext(check_indices=self.check_indices, **context))
+        if status == _OK:
+            return None
+        message = (self._cdll.flashxla_last_error() or b"").decode()
+        if status == _INVALID_ARGUMENT:
+            return message
+        raise MemoryError(f"flashxla {native.name}: {message}")
+
+    @functools.cached_property
+    def ffi_targets(self) -> dict[str, int]:
+        """The XLA custom call targets: name -> address of the typed-FFI handler."""
+        targets = {}
+        while name := self._cdll.flashxla_ffi_target_name(len(targets)):
+            targets[name.decode()] = self._cdll.flashxla_ffi_target_handler(len(targets))
+        return targets
+
+    def register_ffi(self, api: int, platform: str) -> None:
+        """Register every target with the XLA runtime whose XLA_FFI_Api* is `api`."""
+        error = self._cdll.flashxla_ffi_register(api, platform.encode())
+        if error:
+            raise RuntimeError(
+                f"flashxla: could not register its XLA custom calls (FFI API {self.ffi_api_version}) with a "
+                f"runtime of FFI API {self.runtime_api_version(api)}: {error.decode()}"
+            )
+
+    @property
+    def ffi_api_version(self) -> str:
+        """The XLA FFI API version that the handlers were built with."""
+        return _version(self._cdll.flashxla_ffi_api_version())
+
+    def runtime_api_version(self, api: int) -> str:
+        """The XLA FFI API version of the runtime behind an XLA_FFI_Api*."""
+        return _version(self._cdll.flashxla_ffi_runtime_api_version(api))
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000}"
+
+
+def _folders() -> Iterable[Path]:
+    if folder := os.environ.get("FLASHXLA_LIBRARY_DIR"):
+        yield Path(folder)
+        return
+    yield Path(__file__).parent / "lib"
+    # An editable install keeps the Python files in the checkout and the libraries in site-packages.
+    yield Path(sysconfig.get_path("purelib")) / "flashxla" / "lib"
+
+
+@functools.cache
+def library(platform: str) -> Library:
+    """The library of a platform, "cpu" or "cuda". Raises ImportError if it is not installed."""
+    name = f"libflashxla_{platform}.so"
+    tried = []
+    for folder in _folders():
+        if (folder / name).exists():
+            return Library(platform, folder / name)
+        tried.append(str(folder))
+    raise ImportError(f"flashxla: {name} not found in {', '.join(tried)}; build it with 'make build'")

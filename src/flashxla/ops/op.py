@@ -1,0 +1,249 @@
+"""How an operation is declared, and what follows from a declaration.
+
+A declaration (`Op`) names an operation's arguments, their dtypes and symbolic shapes, and which of them it
+updates in place. `Op.resolve` holds a call against it: wrong input raises a TypeError or ValueError that names
+the operation, the argument, what it got and what it takes; right input gives a `Call`, the form that every
+front end lowers: operands and results of a native operation, its attributes, and which result is which operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashxla.ops.shapes import Shape, match
+
+FLOATS = ("float32", "float16", "bfloat16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+REQUIRED = object()  # the default of a scalar that a call must name
+
+
+@dataclasses.dataclass(frozen=True)
+class Aval:
+    """A tensor without its data: shape and dtype name."""
+
+    shape: Shape
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """A function of the C ABI: the fields of its argument struct, in their order (csrc/include/flashxla)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    results: tuple[str, ...]
+    integers: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """The name of its XLA custom call target."""
+        return f"flashxla_{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor argument.
+
+    dims: its symbolic shape, alternatives separated by "|", or the key of one that the rule supplies.
+    slot: the field of the native struct that it fills.
+    """
+
+    name: str
+    dims: str
+    dtypes: tuple[str, ...]
+    slot: str
+    optional: bool = False
+    mutated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """An argument that is part of the compiled program: an int, float, bool or str."""
+
+    name: str
+    type: type
+    default: Any = REQUIRED
+
+    @property
+    def required(self) -> bool:
+        """Whether a call must name it."""
+        return self.default is REQUIRED
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A valid call, ready to be lowered.
+
+    operands: (argument, native field) of each present tensor, in the native order.
+    results: the avals of the native results that it computes (trailing ones may be left out).
+    aliases: (result, operand) of each result that is an operand's buffer.
+    attributes: the native scalars by name.
+    """
+
+    op: Op
+    operands: tuple[tuple[str, str], ...]
+    results: tuple[Aval, ...]
+    aliases: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[str, int | float], ...]
+
+    @property
+    def native(self) -> Native:
+        """The native function that runs it."""
+        return self.op.native
+
+    @property
+    def ffi_attributes(self) -> dict[str, int | float]:
+        """The attributes of the custom call: the native scalars and which operands are present."""
+        present = {slot for _, slot in self.operands}
+        mask = sum(1 << bit for bit, slot in enumerate(self.native.inputs) if slot in present)
+        return {"operands": mask, **dict(self.attributes)}
+
+
+class Inputs:
+    """A call's arguments while it is being checked; what a rule works with."""
+
+    def __init__(self, op: Op, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> None:
+        self.op = op
+        self.tensors = dict(tensors)
+        self.scalars = dict(scalars)
+        self.sizes: dict[str, tuple[Any, str]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else self.scalars[name]
+
+    def size(self, symbol: str) -> Any:
+        """The size that a symbol of the declared shapes stands for in this call."""
+        return self.sizes[symbol][0]
+
+    def value_error(self, argument: str, got: object, accepted: str) -> ValueError:
+        """A ValueError in the one form that all messages have."""
+        return ValueError(f"{self.op.name}: {argument}: got {got}; accepted: {accepted}")
+
+    def type_error(self, argument: str, got: object, accepted: str) -> TypeError:
+        """A TypeError in the one form that all messages have."""
+        return TypeError(f"{self.op.name}: {argument}: got {got}; accepted: {accepted}")
+
+    def choice(self, argument: str, accepted: tuple[str, ...]) -> str:
+        """A string argument that must be one of `accepted`."""
+        if self[argument] not in accepted:
+            raise self.value_error(argument, repr(self[argument]), ", ".join(map(repr, accepted)))
+        return self[argument]
+
+    def check_dims(self, argument: str, dims: str) -> None:
+        """Hold a tensor's shape against symbolic dims, binding the symbols that are new."""
+        aval = self.tensors[argument]
+        if aval is None:
+            return
+        problem = match(aval.shape, dims, self.sizes, argument)
+        if problem:
+            raise self.value_error(argument, f"shape {list(aval.shape)}", problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """What a rule adds to the generic checks: native attributes, results, and tensors it leaves out."""
+
+    attributes: Mapping[str, int | float]
+    results: tuple[Aval, ...]
+    unused: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """The declaration of an operation.
+
+    rule: checks what the argument table cannot say and resolves the native attributes and results. It calls
+        `Inputs.check_dims` itself for tensors whose dims are "" (they depend on other arguments).
+    result_names: what the op returns; empty for an op that only updates its mutated arguments.
+    """
+
+    name: str
+    native: Native
+    parameters: tuple[Tensor | Scalar, ...]
+    rule: Callable[[Inputs], Resolution]
+    result_names: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor arguments, in order."""
+        return tuple(p for p in self.parameters if isinstance(p, Tensor))
+
+    @functools.cached_property
+    def scalars(self) -> tuple[Scalar, ...]:
+        """The other arguments, in order."""
+        return tuple(p for p in self.parameters if isinstance(p, Scalar))
+
+    @functools.cached_property
+    def mutated(self) -> tuple[Tensor, ...]:
+        """The arguments that the op updates in place."""
+        return tuple(t for t in self.tensors if t.mutated)
+
+    def user_message(self, message: str) -> str:
+        """A native message with the field that it starts with under its name in this op."""
+        for tensor in self.tensors:
+            if message.startswith(tensor.slot) and not message[len(tensor.slot)].isalnum():
+                return tensor.name + message[len(tensor.slot) :]
+        return message
+
+    def resolve(self, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> Call:
+        """Check a call and resolve it. Raises TypeError and ValueError."""
+        try:
+            return self._resolve_cached(tuple(tensors.items()), tuple(scalars.items()))
+        except TypeError as error:
+            # Symbolic sizes (torch.compile) have no hash; every other TypeError is ours and stays.
+            if "unhashable" not in str(error):
+                raise
+        return self._resolve(tensors, scalars)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  (operations live as long as the process)
+    def _resolve_cached(self, tensors: tuple, scalars: tuple) -> Call:
+        return self._resolve(dict(tensors), dict(scalars))
+
+    def _resolve(self, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> Call:
+        inputs = Inputs(self, tensors, scalars)
+        for tensor in self.tensors:
+            self._check_tensor(inputs, tensor)
+        for scalar in self.scalars:
+            self._check_scalar(inputs, scalar)
+        resolution = self.rule(inputs)
+
+        slots = {t.slot: t for t in self.tensors}
+        operands = []
+        aliases = []
+        for slot in self.native.inputs:
+            tensor = slots.get(slot)
+            if tensor is None or inputs[tensor.name] is None or tensor.name in resolution.unused:
+                continue
+            if tensor.mutated:
+                aliases.append((self.native.results.index(slot), len(operands)))
+            operands.append((tensor.name, slot))
+        attributes = tuple(resolution.attributes.items())
+        return Call(self, tuple(operands), resolution.results, tuple(aliases), attributes)
+
+    def _check_tensor(self, inputs: Inputs, tensor: Tensor) -> None:
+        aval = inputs[tensor.name]
+        if aval is None:
+            if not tensor.optional:
+                raise inputs.type_error(tensor.name, "None", f"a tensor of {' or '.join(tensor.dtypes)}")
+            return
+        if aval.dtype not in tensor.dtypes:
+            raise inputs.type_error(tensor.name, f"dtype {aval.dtype}", ", ".join(tensor.dtypes))
+        if tensor.dims:
+            inputs.check_dims(tensor.name, tensor.dims)
+
+    def _check_scalar(self, inputs: Inputs, scalar: Scalar) -> None:
+        value = inputs[scalar.name]
+        if value is None and scalar.default is None:
+            return
+        accepted = {int: (int,), float: (int, float), bool: (bool, int), str: (str,)}[scalar.type]
+        # Symbolic numbers of torch.compile are no ints, but become one without loss.
+        if not isinstance(value, accepted) and not hasattr(value, "node"):
+            raise inputs.type_error(scalar.name, f"{value!r} ({type(value).__name__})", scalar.type.__name__)
+        inputs.scalars[scalar.name] = scalar.type(value)

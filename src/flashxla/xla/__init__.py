@@ -1,0 +1,1 @@
+"""XLA: registration of the custom calls with each runtime, and their embedding in PyTorch/XLA."""

@@ -1,0 +1,43 @@
+"""Registers the custom call targets with the XLA runtimes that are loaded.
+
+A process can hold several: jaxlib's (CPU), the one inside torch_xla (CPU), and that of a CUDA PJRT plugin. Each
+has a registry of its own, and each is registered with once.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from flashxla import native
+
+
+@functools.cache
+def register_jax() -> None:
+    """Register with jaxlib's runtimes."""
+    import jax
+
+    for name, address in native.library("cpu").ffi_targets.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_function(address)), platform="cpu")
+
+
+def _function(address: int) -> object:
+    import ctypes
+
+    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+
+
+@functools.cache
+def register_torch_xla() -> None:
+    """Register with the XLA:CPU runtime inside torch_xla."""
+    from flashxla.xla import torch_xla_runtime
+
+    native.library("cpu").register_ffi(torch_xla_runtime.ffi_api(), "Host")
+
+
+def register_loaded() -> None:
+    """Register with every XLA runtime that this process has loaded."""
+    if "jax" in sys.modules:
+        register_jax()
+    if "torch_xla" in sys.modules:
+        register_torch_xla()
