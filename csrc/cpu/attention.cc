@@ -1,86 +1,38 @@
 // Softmax attention over ragged batches, with dense or paged keys and values.
 #include "flashxla/attention.h"
 
-#include <cmath>
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <limits>
+#include <memory>
 #include <new>
+#include <vector>
 
 #include "common/error.h"
+#include "cpu/attention_engine.h"
 #include "cpu/attention_problem.h"
-#include "cpu/dtypes.h"
+#include "cpu/attention_tasks.h"
 #include "cpu/parallel.h"
 
 namespace flashxla {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Rows that one task zeroes.
+constexpr int64_t kIdleTokens = 64;
 
-void LoadRow(const char* data, int64_t dtype, int64_t stride, int64_t n, float* row) {
-  WithFormat(dtype, [&](auto format) {
-    using Format = decltype(format);
-    const auto* src = reinterpret_cast<const typename Format::Bits*>(data);
-    for (int64_t i = 0; i < n; ++i) row[i] = Format::Decode(src[i * stride]);
-  });
-}
-
-void StoreRow(const float* row, int64_t dtype, int64_t stride, int64_t n, char* data) {
-  WithFormat(dtype, [&](auto format) {
-    using Format = decltype(format);
-    auto* dst = reinterpret_cast<typename Format::Bits*>(data);
-    for (int64_t i = 0; i < n; ++i) dst[i * stride] = Format::Encode(row[i]);
-  });
-}
-
-char* RowAt(const QueryView& view, int64_t token, int64_t head) {
-  return view.data +
-         (token * view.stride_token + head * view.stride_head) * ElementSize(view.dtype);
-}
-
-void AttendRow(const AttentionProblem& problem, const Sequence& sequence, int64_t i, int64_t head) {
-  const int64_t kv_head = head / problem.group_size, token = sequence.first_query + i;
-  const float scale = problem.ScoreScale(sequence, kv_head);
-  const float softcap = static_cast<float>(problem.args->softcap);
-  const float slope = problem.AlibiSlope(sequence, head);
-  const int64_t diagonal = i + sequence.length - sequence.num_queries;
-  float q[256], k[256], v[256], out[256] = {};
-  LoadRow(RowAt(problem.q, token, head), problem.q.dtype, problem.q.stride_dim, problem.head_size,
-          q);
-  float top = -kInfinity, sum = 0.0f;
-  KeyRange range = problem.Visible(sequence, i);
-  KeyList list;
-  while (range.begin < range.end) {
-    problem.ListKeys(sequence, kv_head, &range.begin, range.end, KeyList::kMaxKeys, &list);
-    for (int64_t j = 0; j < list.size; ++j) {
-      LoadRow(list.key[j], problem.args->kv_dtype, problem.k.stride_dim, problem.head_size, k);
-      LoadRow(list.value[j], problem.args->kv_dtype, problem.v.stride_dim, problem.head_size, v);
-      float score = 0.0f;
-      for (int64_t d = 0; d < problem.head_size; ++d) score += q[d] * k[d];
-      score *= scale;
-      if (softcap > 0.0f) score = softcap * std::tanh(score / softcap);
-      score -= slope * std::fabs(static_cast<float>(diagonal - list.position[j]));
-      const float new_top = std::max(top, score);
-      const float base = new_top == -kInfinity ? 0.0f : new_top;
-      const float decay = std::exp(top - base), weight = std::exp(score - base);
-      sum = sum * decay + weight;
-      for (int64_t d = 0; d < problem.head_size; ++d) out[d] = out[d] * decay + weight * v[d];
-      top = new_top;
-    }
+void StoreIdle(const AttentionProblem& problem, const flashxla_context* context) {
+  for (const QueryRange& range : problem.idle) {
+    const int64_t num_chunks = (range.end - range.begin + kIdleTokens - 1) / kIdleTokens;
+    ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t chunk) {
+      const int64_t begin = range.begin + chunk * kIdleTokens;
+      for (int64_t token = begin; token < std::min(begin + kIdleTokens, range.end); ++token) {
+        for (int64_t head = 0; head < problem.num_heads; ++head) {
+          StoreZeros(problem, token, head, -std::numeric_limits<float>::infinity());
+        }
+      }
+    });
   }
-  const float sink = problem.Sink(head);
-  const float value_scale = problem.ValueScale(sequence, kv_head);
-  float lse = sink;
-  if (sum == 0.0f) {
-    for (int64_t d = 0; d < problem.head_size; ++d) out[d] = 0.0f;
-  } else {
-    const float new_top = std::max(top, sink);
-    const float total = sum * std::exp(top - new_top) + std::exp(sink - new_top);
-    lse = new_top + std::log(total);
-    const float factor = std::exp(top - new_top) / total * value_scale;
-    for (int64_t d = 0; d < problem.head_size; ++d) out[d] *= factor;
-  }
-  StoreRow(out, problem.out.dtype, problem.out.stride_dim, problem.head_size,
-           RowAt(problem.out, token, head));
-  problem.StoreLse(token, head, lse);
 }
 
 flashxla_status Attend(const flashxla_attention_args& args, const flashxla_context* context) {
@@ -88,22 +40,28 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   const bool check = context != nullptr && context->check_indices != 0;
   const flashxla_status status = ResolveAttention(args, check, &problem);
   if (status != FLASHXLA_OK) return status;
-  const float zeros[256] = {};
-  for (const QueryRange& range : problem.idle) {
-    for (int64_t token = range.begin; token < range.end; ++token) {
-      for (int64_t head = 0; head < problem.num_heads; ++head) {
-        StoreRow(zeros, problem.out.dtype, problem.out.stride_dim, problem.head_size,
-                 RowAt(problem.out, token, head));
-        problem.StoreLse(token, head, -kInfinity);
-      }
+
+  const AttentionEngine& engine = GetAttentionEngine();
+  const AttentionTasks work = MakeTasks(problem, engine, NumThreads(context));
+  const int64_t num_tasks = static_cast<int64_t>(work.tasks.size());
+  const int64_t num_workers = std::min(NumThreads(context), num_tasks);
+  const int64_t scratch_bytes = (engine.scratch_bytes(problem.head_size) + 63) / 64 * 64;
+  const std::unique_ptr<void, decltype(&std::free)> scratch(
+      num_workers == 0 ? nullptr : std::aligned_alloc(64, num_workers * scratch_bytes), std::free);
+  if (scratch == nullptr && num_workers > 0) throw std::bad_alloc();
+  std::vector<std::atomic<int64_t>> finished_parts(work.splits.size());
+
+  StoreIdle(problem, context);
+  ParallelTasks(context, num_workers, num_tasks, [&](int64_t worker, int64_t i) {
+    const AttentionTask& task = work.tasks[i];
+    void* memory = static_cast<char*>(scratch.get()) + worker * scratch_bytes;
+    (task.few_rows ? engine.attend_few_rows : engine.attend_tiles)(problem, task, memory);
+    if (task.split < 0) return;
+    const AttentionSplit& split = work.splits[task.split];
+    if (finished_parts[task.split].fetch_add(1, std::memory_order_acq_rel) + 1 == split.num_parts) {
+      MergeParts(problem, task, work.partials.data() + split.partials, split.num_parts);
     }
-  }
-  for (const Sequence& sequence : problem.sequences) {
-    const int64_t rows = sequence.num_queries * problem.num_heads;
-    ParallelFor(context, rows, [&](int64_t row) {
-      AttendRow(problem, sequence, row / problem.num_heads, row % problem.num_heads);
-    });
-  }
+  });
   return FLASHXLA_OK;
 }
 

@@ -1,0 +1,21 @@
+// The engine of the including file's FLASHXLA_VECTOR_WIDTH.
+#ifndef FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_
+#define FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_
+
+#include "cpu/attention_few_rows.h"
+#include "cpu/attention_tiles.h"
+
+namespace flashxla {
+namespace {
+
+int64_t ScratchBytes(int64_t head_size) {
+  return Max(TileScratch::Bytes(head_size), static_cast<int64_t>(sizeof(FewRowsScratch)));
+}
+
+constexpr AttentionEngine kEngine = {AttendTiles, kPanelRows, kMaxRows,    AttendFewRows,
+                                     kMaxFewRows, kWidth,     ScratchBytes};
+
+}  // namespace
+}  // namespace flashxla
+
+#endif  // FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_

@@ -1,0 +1,119 @@
+// Rows of queries and outputs on their way in and out.
+#include <cmath>
+#include <limits>
+
+#include "cpu/attention_engine.h"
+#include "cpu/attention_tasks.h"
+#include "cpu/dtypes.h"
+
+namespace flashxla {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+template <typename Format>
+void LoadRow(const char* data, int64_t stride, int64_t n, float* row) {
+  const auto* src = reinterpret_cast<const typename Format::Bits*>(data);
+  if (stride == 1) {
+    for (int64_t i = 0; i < n; ++i) row[i] = Format::Decode(src[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) row[i] = Format::Decode(src[i * stride]);
+  }
+}
+
+template <typename Format>
+void StoreRow(const float* row, float factor, int64_t stride, int64_t n, char* data) {
+  auto* dst = reinterpret_cast<typename Format::Bits*>(data);
+  if (stride == 1) {
+    for (int64_t i = 0; i < n; ++i) dst[i] = Format::Encode(row[i] * factor);
+  } else {
+    for (int64_t i = 0; i < n; ++i) dst[i * stride] = Format::Encode(row[i] * factor);
+  }
+}
+
+char* RowAt(const QueryView& view, int64_t token, int64_t head) {
+  return view.data +
+         (token * view.stride_token + head * view.stride_head) * ElementSize(view.dtype);
+}
+
+void StoreOut(const AttentionProblem& problem, int64_t token, int64_t head, const float* values,
+              float factor) {
+  const QueryView& out = problem.out;
+  WithFormat(out.dtype, [&](auto format) {
+    StoreRow<decltype(format)>(values, factor, out.stride_dim, problem.head_size,
+                               RowAt(out, token, head));
+  });
+}
+
+}  // namespace
+
+void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t row,
+               float* values) {
+  const QueryView& q = problem.q;
+  const int64_t token = task.sequence->first_query + row / problem.group_size;
+  const int64_t head = task.kv_head * problem.group_size + row % problem.group_size;
+  WithFormat(q.dtype, [&](auto format) {
+    LoadRow<decltype(format)>(RowAt(q, token, head), q.stride_dim, problem.head_size, values);
+  });
+}
+
+void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t row,
+               const float* values, RowState state) {
+  if (task.partial != nullptr) {
+    float* partial = task.partial + (row - task.row_begin) * PartialStride(problem.head_size);
+    partial[0] = state.top;
+    partial[1] = state.sum;
+    std::memcpy(partial + 2, values, problem.head_size * sizeof(float));
+    return;
+  }
+  const int64_t token = task.sequence->first_query + row / problem.group_size;
+  const int64_t head = task.kv_head * problem.group_size + row % problem.group_size;
+  const float sink = problem.Sink(head);
+  if (state.sum == 0.0f) {  // no key was seen, or only keys of score -inf
+    StoreZeros(problem, token, head, sink);
+    return;
+  }
+  float factor = 1.0f, total = state.sum, top = state.top;
+  if (sink != -kInfinity) {
+    const float score = sink * kLog2E;
+    top = std::fmax(state.top, score);
+    factor = std::exp2(state.top - top);
+    total = state.sum * factor + std::exp2(score - top);
+  }
+  StoreOut(problem, token, head, values,
+           factor / total * problem.ValueScale(*task.sequence, task.kv_head));
+  problem.StoreLse(token, head, top * kLn2 + std::log(total));
+}
+
+void StoreZeros(const AttentionProblem& problem, int64_t token, int64_t head, float lse) {
+  static constexpr float kZeros[256] = {};
+  StoreOut(problem, token, head, kZeros, 1.0f);
+  problem.StoreLse(token, head, lse);
+}
+
+void MergeParts(const AttentionProblem& problem, const AttentionTask& task, const float* partials,
+                int64_t num_parts) {
+  const int64_t stride = PartialStride(problem.head_size);
+  const int64_t part_stride = stride * (task.row_end - task.row_begin);
+  AttentionTask whole = task;
+  whole.partial = nullptr;
+  for (int64_t row = task.row_begin; row < task.row_end; ++row) {
+    const float* part = partials + (row - task.row_begin) * stride;
+    float values[256] = {};
+    RowState state = {-kInfinity, 0.0f};
+    for (int64_t p = 0; p < num_parts; ++p) {
+      state.top = std::fmax(state.top, part[p * part_stride]);
+    }
+    for (int64_t p = 0; p < num_parts; ++p, part += part_stride) {
+      if (part[1] == 0.0f) continue;  // saw no key
+      const float factor = std::exp2(part[0] - state.top);
+      state.sum += part[1] * factor;
+      for (int64_t d = 0; d < problem.head_size; ++d) values[d] += part[2 + d] * factor;
+    }
+    FinishRow(problem, whole, row, values, state);
+  }
+}
+
+}  // namespace flashxla
