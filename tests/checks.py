@@ -1,0 +1,56 @@
+"""How results are compared, and how far they may be off."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray
+
+DTYPES = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "u8": np.dtype(np.uint8),
+}
+
+# Absolute and relative, against float64, for values of unit size. float32: sums of some thousand products
+# in any order. 16 bits: one rounding of the result (half an ulp: 2**-9 and 2**-12 of it) and, in kernels that
+# feed matrix units, one of each softmax weight. vLLM's tests allow 1.5e-2 and 1e-2 for both.
+TOLERANCE = {"f32": (2e-5, 2e-5), "f16": (3e-3, 2e-3), "bf16": (1e-2, 8e-3)}
+LSE_TOLERANCE = (1e-4, 1e-5)  # float32 whatever the inputs are
+
+
+def assert_close(actual: Array, expected: Array, tolerance: tuple[float, float], what: str = "out") -> None:
+    """Equal up to a tolerance; NaN and infinity must be at the same places."""
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    atol, rtol = tolerance
+    np.testing.assert_allclose(actual.astype(np.float64), expected, atol=atol, rtol=rtol, err_msg=what)
+
+
+def assert_same_bits(actual: Array, expected: Array, what: str) -> None:
+    """Equal bit by bit, NaN payloads included."""
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    bits = f"u{actual.dtype.itemsize}"
+    np.testing.assert_array_equal(
+        np.ascontiguousarray(actual).view(bits), np.ascontiguousarray(expected).view(bits), err_msg=what
+    )
+
+
+def assert_attention(
+    out: Array, lse: Array | None, expected: tuple[Array, Array], query_dtype: np.dtype
+) -> None:
+    """Hold a result against the reference: the dtype of out, its values, and the LSE if there is one."""
+    name = next(name for name, dtype in DTYPES.items() if dtype == query_dtype)
+    result = "bf16" if name in ("e4m3", "e5m2") else name
+    assert out.dtype == DTYPES[result], f"out: {out.dtype}"
+    expected_out, expected_lse = expected
+    untouched = np.isneginf(expected_lse).T  # no key and no sink: exactly 0, not nearly
+    assert not np.any(out[untouched].astype(np.float64)), "rows that see no key are not 0"
+    assert_close(out, expected_out, TOLERANCE[result])
+    if lse is not None:
+        assert lse.dtype == np.float32, f"lse: {lse.dtype}"
+        assert_close(lse, expected_lse, LSE_TOLERANCE, "lse")

@@ -1,0 +1,92 @@
+"""Options and fixtures of every test: which front ends, which device, and the session's random seed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import zlib
+
+import hypothesis
+import numpy as np
+import pytest
+
+from tests.frontends import FRONTENDS, Frontend, Unavailable
+
+# torch.compile's default backend takes seconds a call: only tests that name it run it.
+DEFAULT_FRONTENDS = tuple(name for name in FRONTENDS if name != "inductor")
+
+hypothesis.settings.register_profile(
+    "flashxla", deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("flashxla")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--frontends", default=",".join(FRONTENDS), help="comma-separated front ends to run")
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors live")
+    parser.addoption("--seed", type=int, default=None, help="of the random inputs; drawn when not given")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "frontends(*names): the front ends that a test runs through")
+    unknown = set(_selected(config)) - set(FRONTENDS)
+    if unknown:
+        raise pytest.UsageError(f"--frontends: {sorted(unknown)} not in {list(FRONTENDS)}")
+    if config.option.seed is None:  # workers of pytest-xdist get the options of their controller
+        config.option.seed = secrets.randbits(32)
+    if config.option.device == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"flashxla: --device {config.option.device} --seed {config.option.seed}"
+
+
+def _selected(config: pytest.Config) -> list[str]:
+    return config.option.frontends.split(",")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "frontend" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("frontends")
+        metafunc.parametrize("frontend", marker.args if marker else DEFAULT_FRONTENDS, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = {item for item in items if _frontend_of(item) not in (None, *_selected(config))}
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+    for item in items:
+        function = getattr(item, "function", None)
+        if getattr(function, "is_hypothesis_test", False):
+            hypothesis.seed(config.option.seed)(function)
+
+
+def _frontend_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("frontend") if callspec else None
+
+
+@functools.cache
+def _frontend(name: str, device: str) -> Frontend | Unavailable:
+    try:
+        return FRONTENDS[name](device)
+    except Unavailable as error:
+        return error
+
+
+@pytest.fixture
+def frontend(request: pytest.FixtureRequest) -> Frontend:
+    """The front end under test."""
+    frontend = _frontend(request.param, request.config.option.device)
+    if isinstance(frontend, Unavailable):
+        pytest.skip(str(frontend))
+    return frontend
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that only --seed and the test's name decide."""
+    return np.random.default_rng([request.config.option.seed, zlib.crc32(request.node.nodeid.encode())])

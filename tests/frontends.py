@@ -1,0 +1,246 @@
+"""One adapter per front end: numpy arrays in, numpy arrays out, so that one test serves them all.
+
+An adapter has the public operations as methods that take keyword arguments. Arguments that are numpy arrays
+(or tuples of them) become tensors of the front end. In-place operations return the new caches: torch's
+mutated tensors, jax's returned arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray
+
+# The dtypes that numpy has from ml_dtypes, by torch's name: their ml_dtypes and the integers of their width.
+_EXTENDED = {
+    "bfloat16": (ml_dtypes.bfloat16, np.int16),
+    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, np.uint8),
+    "float8_e5m2": (ml_dtypes.float8_e5m2, np.uint8),
+}
+
+
+class Unavailable(Exception):
+    """This front end cannot run here; the message says why."""
+
+
+def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
+    """Apply a function to an array or to each of a tuple of arrays; other values stay."""
+    if isinstance(value, tuple) and value and all(isinstance(item, np.ndarray) for item in value):
+        return tuple(function(item) for item in value)
+    return function(value) if isinstance(value, np.ndarray) else value
+
+
+def has_arrays(value: Any) -> bool:
+    """Whether `map_arrays` would change it."""
+    return isinstance(value, np.ndarray) or map_arrays(lambda _: None, value) is not value
+
+
+class Frontend:
+    """The protocol. A subclass says how one call runs."""
+
+    name: str
+    module: str
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        try:
+            self.fx = importlib.import_module(self.module)
+            self.start()
+        except ImportError as error:
+            raise Unavailable(f"{self.name}: {error}") from error
+
+    def start(self) -> None:
+        """Import what it needs. Raises ImportError or Unavailable."""
+
+    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
+        """Call a public function; returns the mutated arguments if there are any, else its results."""
+        raise NotImplementedError
+
+    def reshape_and_cache_flash(self, **arguments: Any) -> tuple[Array, Array]:
+        key_cache, value_cache = self.run("reshape_and_cache_flash", arguments, ("key_cache", "value_cache"))
+        return key_cache, value_cache
+
+    def reshape_and_cache(self, **arguments: Any) -> Array:
+        (kv_cache,) = self.run("reshape_and_cache", arguments, ("kv_cache",))
+        return kv_cache
+
+    def flash_attn_varlen_func(self, **arguments: Any) -> tuple[Array, Array | None]:
+        results = self.run("flash_attn_varlen_func", arguments)
+        assert len(results) == (2 if arguments.get("return_softmax_lse") else 1)
+        return results[0], results[1] if len(results) == 2 else None
+
+    def paged_attention(self, **arguments: Any) -> Array:
+        (out,) = self.run("paged_attention", arguments)
+        return out
+
+    def merge_attn_states(self, **arguments: Any) -> tuple[Array, Array]:
+        out, lse = self.run("merge_attn_states", arguments)
+        return out, lse
+
+
+class TorchFrontend(Frontend):
+    """Eager torch tensors, on the CPU or on a CUDA device."""
+
+    name = "torch"
+    module = "flashxla.torch"
+
+    def start(self) -> None:
+        import torch
+
+        self.torch = torch
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Unavailable(f"{self.name}: torch sees no CUDA device")
+
+    def target_device(self) -> Any:
+        return self.device
+
+    def tensor(self, array: Array) -> Any:
+        """A tensor with a copy of the array's data."""
+        if array.dtype.name in _EXTENDED:
+            integers = _EXTENDED[array.dtype.name][1]
+            tensor = self.torch.from_numpy(np.array(array, order="C").view(integers))
+            tensor = tensor.view(getattr(self.torch, array.dtype.name))
+        else:
+            tensor = self.torch.from_numpy(np.array(array, order="C"))
+        return tensor.to(self.target_device())
+
+    def array(self, tensor: Any) -> Array:
+        """The data of a tensor."""
+        tensor = tensor.detach().cpu().contiguous()
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name in _EXTENDED:
+            dtype, integers = _EXTENDED[name]
+            bits = self.torch.int16 if integers is np.int16 else self.torch.uint8
+            return tensor.view(bits).numpy().view(dtype)
+        return tensor.numpy()
+
+    def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
+        return function(**tensors, **scalars)
+
+    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
+        tensors = {k: map_arrays(self.tensor, v) for k, v in arguments.items() if has_arrays(v)}
+        scalars = {k: v for k, v in arguments.items() if k not in tensors}
+        result = self.call(getattr(self.fx, op), tensors, scalars)
+        if mutated:
+            assert result is None
+            result = tuple(tensors[name] for name in mutated)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        return tuple(self.array(tensor) for tensor in results)
+
+
+class _Compiled(TorchFrontend):
+    backend: str
+
+    def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
+        def graph(tensors: dict[str, Any]) -> Any:
+            return function(**tensors, **scalars)
+
+        self.torch._dynamo.reset()  # dynamo gives up after a few graphs of one function
+        return self.torch.compile(graph, backend=self.backend, fullgraph=True)(tensors)
+
+
+class InductorFrontend(_Compiled):
+    """torch.compile with its default backend."""
+
+    name = "inductor"
+    backend = "inductor"
+
+
+class LazyFrontend(TorchFrontend):
+    """PyTorch/XLA's lazy tensors."""
+
+    name = "lazy"
+
+    def start(self) -> None:
+        if self.device == "cuda" and "PJRT_DEVICE" not in os.environ:
+            raise Unavailable(f"{self.name}: set PJRT_DEVICE to the name of a CUDA plugin")
+        super().start()
+        self.torch_xla = importlib.import_module("torch_xla")
+
+    def target_device(self) -> Any:
+        return self.torch_xla.device()
+
+    def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
+        result = super().call(function, tensors, scalars)
+        self.torch_xla.sync()
+        return result
+
+
+class OpenxlaFrontend(_Compiled, LazyFrontend):
+    """torch.compile(backend="openxla") on XLA tensors."""
+
+    name = "openxla"
+    backend = "openxla"
+
+
+class JaxFrontend(Frontend):
+    """JAX without jit."""
+
+    name = "jax"
+    module = "flashxla.jax"
+
+    def start(self) -> None:
+        self.jax = importlib.import_module("jax")
+        platform = {"cpu": "cpu", "cuda": "gpu"}[self.device]
+        try:
+            self.target = self.jax.devices(platform)[0]
+        except RuntimeError as error:
+            raise Unavailable(f"{self.name}: {error}") from error
+
+    @contextlib.contextmanager
+    def integers_of(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """JAX has int64 only where x64 is enabled."""
+        if any(isinstance(v, np.ndarray) and v.dtype == np.int64 for v in arguments.values()):
+            with self.jax.enable_x64(True):
+                yield
+        else:
+            yield
+
+    def call(self, function: Callable[..., Any], donated: dict[str, Any], others: dict[str, Any]) -> Any:
+        return function(**donated, **others)
+
+    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
+        def tensor(array: Array) -> Any:
+            return self.jax.device_put(self.jax.numpy.array(array, copy=True), self.target)
+
+        with self.integers_of(arguments):
+            arrays = {k: map_arrays(tensor, v) for k, v in arguments.items() if has_arrays(v)}
+            scalars = {k: v for k, v in arguments.items() if k not in arrays}
+            donated = {name: arrays.pop(name) for name in mutated}
+
+            def function(**arrays: Any) -> Any:
+                return getattr(self.fx, op)(**arrays, **scalars)
+
+            result = self.call(function, donated, arrays)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            return tuple(np.asarray(array) for array in results)
+
+
+class JaxJitFrontend(JaxFrontend):
+    """jax.jit with donated caches."""
+
+    name = "jax_jit"
+
+    def call(self, function: Callable[..., Any], donated: dict[str, Any], others: dict[str, Any]) -> Any:
+        program = self.jax.jit(lambda donated, others: function(**donated, **others), donate_argnums=0)
+        return program(donated, others)
+
+
+FRONTENDS: dict[str, type[Frontend]] = {
+    frontend.name: frontend
+    for frontend in (
+        TorchFrontend,
+        InductorFrontend,
+        LazyFrontend,
+        OpenxlaFrontend,
+        JaxFrontend,
+        JaxJitFrontend,
+    )
+}
