@@ -51,13 +51,13 @@ class Frontend:
     def __init__(self, device: str) -> None:
         self.device = device
         try:
-            self.fx = importlib.import_module(self.module)
             self.start()
         except ImportError as error:
             raise Unavailable(f"{self.name}: {error}") from error
+        self.fx = importlib.import_module(self.module)
 
     def start(self) -> None:
-        """Import what it needs. Raises ImportError or Unavailable."""
+        """Import the framework. Raises ImportError or Unavailable."""
 
     def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
         """Call a public function; returns the mutated arguments if there are any, else its results."""
@@ -92,10 +92,8 @@ class TorchFrontend(Frontend):
     module = "flashxla.torch"
 
     def start(self) -> None:
-        import torch
-
-        self.torch = torch
-        if self.device == "cuda" and not torch.cuda.is_available():
+        self.torch = importlib.import_module("torch")
+        if self.device == "cuda" and not self.torch.cuda.is_available():
             raise Unavailable(f"{self.name}: torch sees no CUDA device")
 
     def target_device(self) -> Any:

@@ -1,0 +1,244 @@
+"""Wrong calls raise at trace time, and say: the operation, the argument, what it got, what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.frontends import Frontend
+
+F32, F16, BF16, U8, I32, I64 = np.float32, np.float16, ml_dtypes.bfloat16, np.uint8, np.int32, np.int64
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def t(*shape: int, dtype: Any = F32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+WRITE = {
+    "key": t(5, 2, 16),
+    "value": t(5, 2, 16),
+    "key_cache": t(4, 8, 2, 16),
+    "value_cache": t(4, 8, 2, 16),
+    "slot_mapping": t(5, dtype=I64),
+}
+WRITE_ONE = {
+    "key": t(5, 2, 16),
+    "value": t(5, 2, 16),
+    "kv_cache": t(4, 8, 4, 16),
+    "slot_mapping": t(5, dtype=I32),
+    "layout": "interleaved",
+}
+DENSE = {
+    "q": t(6, 4, 16),
+    "k": t(9, 2, 16),
+    "v": t(9, 2, 16),
+    "max_seqlen_q": 6,
+    "cu_seqlens_q": t(3, dtype=I32),
+    "max_seqlen_k": 9,
+    "cu_seqlens_k": t(3, dtype=I32),
+}
+PAGED = {
+    "q": t(6, 4, 16),
+    "k": t(4, 8, 2, 16),
+    "v": t(4, 8, 2, 16),
+    "max_seqlen_q": 6,
+    "cu_seqlens_q": t(3, dtype=I32),
+    "max_seqlen_k": 9,
+    "seqused_k": t(2, dtype=I32),
+    "block_table": t(2, 3, dtype=I32),
+}
+RAGGED = {
+    "query": t(6, 4, 16),
+    "kv_cache": t(4, 8, 4, 16),
+    "context_lens": t(2, dtype=I32),
+    "block_tables": t(2, 3, dtype=I32),
+    "query_start_loc": t(3, dtype=I32),
+    "num_seqs": t(1, dtype=I32),
+    "scale": 0.25,
+}
+MERGE = {"out_a": t(5, 4, 16), "lse_a": t(4, 5), "out_b": t(5, 4, 16), "lse_b": t(4, 5)}
+
+CALLS = {
+    "write": ("reshape_and_cache_flash", "reshape_and_cache_flash", WRITE),
+    "write_one": ("reshape_and_cache", "reshape_and_cache", WRITE_ONE),
+    "dense": ("flash_attn_varlen_func", "flash_attn_varlen", DENSE),
+    "paged": ("flash_attn_varlen_func", "flash_attn_varlen", PAGED),
+    "ragged": ("paged_attention", "paged_attention", RAGGED),
+    "merge": ("merge_attn_states", "merge_attn_states", MERGE),
+}
+BIG = {"q": t(6, 4, 257), "k": t(9, 2, 257), "v": t(9, 2, 257)}
+
+# call, what changes, the error, the argument that it names, what it got, what it takes
+ERRORS = [
+    ("write", {"key": t(5, 2, 16, dtype=I32)}, TypeError, "key", "int32", "float32, float16, bfloat16"),
+    ("write", {"value": t(5, 2, 16, dtype=F16)}, TypeError, "value", "float16", "float32"),
+    ("write", {"value": t(4, 2, 16)}, ValueError, "value", "[4, 2, 16]", "N = 5"),
+    ("write", {"key": t(5, 32)}, ValueError, "key", "[5, 32]", "[N, Hk, D]"),
+    ("write", {"key_cache": t(4, 8, 3, 16)}, ValueError, "key_cache", "[4, 8, 3, 16]", "Hk = 2 by key"),
+    ("write", {"value_cache": t(5, 8, 2, 16)}, ValueError, "value_cache", "[5, 8, 2, 16]", "P = 4"),
+    ("write", {"value_cache": t(4, 8, 2, 16, dtype=U8)}, TypeError, "value_cache", "uint8", "float32"),
+    ("write", {"layout": "HND"}, ValueError, "key_cache", "[4, 8, 2, 16]", "[P, Hk, B, D]"),
+    ("write", {"layout": "interleaved"}, ValueError, "layout", "'interleaved'", "'NHD', 'HND'"),
+    ("write", {"slot_mapping": t(5)}, TypeError, "slot_mapping", "float32", "int32, int64"),
+    ("write", {"slot_mapping": t(5, 1, dtype=I32)}, ValueError, "slot_mapping", "[5, 1]", "[T]"),
+    (
+        "write",
+        {"slot_mapping": t(6, dtype=I32)},
+        ValueError,
+        "slot_mapping",
+        "6 slots",
+        "at most the 5 tokens",
+    ),
+    ("write", {"kv_cache_dtype": "int8"}, ValueError, "kv_cache_dtype", "'int8'", "'fp8_e5m2'"),
+    ("write", {"kv_cache_dtype": "fp8"}, TypeError, "key_cache", "float32", "uint8 or float8_e4m3fn"),
+    (
+        "write",
+        {n: t(4, 8, 2, 16, dtype=U8) for n in ("key_cache", "value_cache")},
+        ValueError,
+        "kv_cache_dtype",
+        "'auto' for a uint8 key_cache",
+        "fp8_e4m3",
+    ),
+    (
+        "write",
+        {n: t(4, 8, 2, 16, dtype=E5M2) for n in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"},
+        TypeError,
+        "key_cache",
+        "float8_e5m2",
+        "uint8 or float8_e4m3fn",
+    ),
+    (
+        "write",
+        {n: t(4, 8, 2, 16, dtype=BF16) for n in ("key_cache", "value_cache")},
+        TypeError,
+        "key_cache",
+        "bfloat16",
+        "float32",
+    ),
+    ("write", {"k_scale": t(3)}, ValueError, "k_scale", "[3]", "[1] or [Hk]"),
+    ("write", {"v_scale": t(2, dtype=F16)}, TypeError, "v_scale", "float16", "float32"),
+    ("write_one", {"layout": "NHD"}, ValueError, "layout", "'NHD'", "'interleaved'"),
+    ("write_one", {"layout": "stacked"}, ValueError, "kv_cache", "[4, 8, 4, 16]", "[2, P, B, Hk, D]"),
+    ("write_one", {"kv_cache": t(4, 8, 5, 16)}, ValueError, "kv_cache", "[4, 8, 5, 16]", "2*Hk"),
+    ("write_one", {"kv_cache": t(4, 8, 4, 16, dtype=F16)}, TypeError, "kv_cache", "float16", "float32"),
+    ("dense", BIG, ValueError, "q", "head size 257", "1 to 256"),
+    ("dense", {"q": t(6, 3, 16)}, ValueError, "q", "3 heads", "a multiple of the 2 heads"),
+    ("dense", {"q": t(6, 4, 16, dtype=F16)}, TypeError, "k", "float32", "float16"),
+    ("dense", {"q": t(6, 4, 16, dtype=I32)}, TypeError, "q", "int32", "float32, float16, bfloat16"),
+    ("dense", {"k": t(9, 2, 8)}, ValueError, "k", "[9, 2, 8]", "D = 16 by q"),
+    ("dense", {"v": t(8, 2, 16)}, ValueError, "v", "[8, 2, 16]", "Tk = 9 by k"),
+    ("dense", {"v": t(9, 2, 16, dtype=E4M3)}, TypeError, "v", "float8_e4m3fn", "float32"),
+    ("dense", {"cu_seqlens_q": t(3, dtype=I64)}, TypeError, "cu_seqlens_q", "int64", "int32"),
+    ("dense", {"cu_seqlens_q": t(0, dtype=I32)}, ValueError, "cu_seqlens_q", "[0]", "[S+1]"),
+    ("dense", {"cu_seqlens_k": t(4, dtype=I32)}, ValueError, "cu_seqlens_k", "[4]", "S = 2"),
+    ("dense", {"cu_seqlens_k": None}, TypeError, "cu_seqlens_k", "None", "block_table"),
+    ("dense", {"seqused_k": t(3, dtype=I32)}, ValueError, "seqused_k", "[3]", "S = 2"),
+    ("dense", {"leftpad_k": t(2)}, TypeError, "leftpad_k", "float32", "int32"),
+    ("dense", {"num_seqs": t(2, dtype=I32)}, ValueError, "num_seqs", "[2]", "[1]"),
+    ("dense", {"alibi_slopes": t(2)}, ValueError, "alibi_slopes", "[2]", "[Hq] or [S, Hq]"),
+    ("dense", {"s_aux": t(3)}, ValueError, "s_aux", "[3]", "Hq = 4"),
+    ("dense", {"k_descale": t(2, 4)}, ValueError, "k_descale", "[2, 4]", "[S, Hk]"),
+    ("dense", {"window_size": (-2, 0)}, ValueError, "window_left", "-2", "-1 (unlimited)"),
+    ("dense", {"window_size": (0, -3)}, ValueError, "window_right", "-3", "-1 (unlimited)"),
+    ("dense", {"softcap": -1.0}, ValueError, "softcap", "-1.0", ">= 0"),
+    ("dense", {"softcap": float("nan")}, ValueError, "softcap", "nan", ">= 0"),
+    ("dense", {"softmax_scale": float("inf")}, ValueError, "softmax_scale", "inf", "finite"),
+    ("dense", {"max_seqlen_q": -1}, ValueError, "max_seqlen_q", "-1", ">= 0"),
+    ("dense", {"max_seqlen_k": -5}, ValueError, "max_seqlen_k", "-5", ">= 0"),
+    ("paged", {"seqused_k": None}, TypeError, "seqused_k", "None", "block_table"),
+    ("paged", {"cu_seqlens_k": t(3, dtype=I32)}, ValueError, "cu_seqlens_k", "block_table", "None"),
+    ("paged", {"layout": "packed_HND"}, ValueError, "layout", "'packed_HND'", "'NHD', 'HND'"),
+    ("paged", {"layout": "HND"}, ValueError, "q", "4 heads", "a multiple of the 8 heads of k"),
+    ("paged", {"block_table": t(3, 3, dtype=I32)}, ValueError, "block_table", "[3, 3]", "S = 2"),
+    ("paged", {"block_table": t(2, 3, dtype=I64)}, TypeError, "block_table", "int64", "int32"),
+    ("paged", {"k": t(9, 2, 16)}, ValueError, "k", "[9, 2, 16]", "[P, B, Hk, D]"),
+    ("paged", {"kv_cache_dtype": "fp8_e5m2"}, TypeError, "k", "float32", "uint8 or float8_e5m2"),
+    (
+        "paged",
+        {n: t(4, 8, 2, 16, dtype=U8) for n in "kv"},
+        ValueError,
+        "kv_cache_dtype",
+        "'auto'",
+        "fp8_e4m3",
+    ),
+    ("paged", {"q": t(6, 4, 16, dtype=E4M3)}, TypeError, "k", "float32", "float8_e4m3fn, float8_e5m2"),
+    ("ragged", {"layout": "NHD"}, ValueError, "layout", "'NHD'", "'interleaved'"),
+    ("ragged", {"kv_cache": t(4, 8, 3, 16)}, ValueError, "kv_cache", "[4, 8, 3, 16]", "[P, B, 2*Hk, D]"),
+    ("ragged", {"query": t(6, 5, 16)}, ValueError, "query", "5 heads", "a multiple of the 2 heads"),
+    ("ragged", {"query": t(6, 4, 16, dtype=BF16)}, TypeError, "kv_cache", "float32", "bfloat16"),
+    (
+        "ragged",
+        {"context_lens": t(3, dtype=I32)},
+        ValueError,
+        "block_tables",
+        "[2, 3]",
+        "S = 3 by context_lens",
+    ),
+    ("ragged", {"query_start_loc": t(2, dtype=I32)}, ValueError, "query_start_loc", "[2]", "S = 2"),
+    ("ragged", {"num_seqs": t(1)}, TypeError, "num_seqs", "float32", "int32"),
+    ("ragged", {"sliding_window": 0}, ValueError, "sliding_window", "0", ">= 1"),
+    ("ragged", {"soft_cap": -2.0}, ValueError, "soft_cap", "-2.0", ">= 0"),
+    ("ragged", {"scale": float("nan")}, ValueError, "scale", "nan", "finite"),
+    ("ragged", {"k_scale": t(3)}, ValueError, "k_scale", "[3]", "[Hk]"),
+    (
+        "ragged",
+        {"kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 16, dtype=F16))},
+        TypeError,
+        "value_cache",
+        "float16",
+        "float32",
+    ),
+    ("merge", {"out_b": t(5, 4, 16, dtype=F16)}, TypeError, "out_b", "float16", "float32"),
+    ("merge", {"out_b": t(5, 4, 8)}, ValueError, "out_b", "[5, 4, 8]", "D = 16"),
+    ("merge", {"lse_a": t(5, 4)}, ValueError, "lse_a", "[5, 4]", "[H, T]"),
+    ("merge", {"lse_b": t(4, 5, dtype=F16)}, TypeError, "lse_b", "float16", "float32"),
+]
+
+
+def name_of(row: tuple) -> str:
+    call, changes, _, argument, got, _ = row
+    return f"{call}-{'+'.join(changes)}-{argument}-{got}"
+
+
+def check_error(frontend: Frontend, row: tuple, error: type[Exception] | tuple[type[Exception], ...]) -> None:
+    call, changes, _, argument, got, accepted = row
+    function, op, valid = CALLS[call]
+    with pytest.raises(error) as raised:
+        getattr(frontend, function)(**valid | changes)
+    message = str(raised.value)
+    start = message.find(f"{op}: {argument}: got ")
+    assert start >= 0, message
+    is_got, _, is_accepted = message[start:].partition("; accepted: ")
+    assert got in is_got, message
+    assert accepted in is_accepted, message
+
+
+@pytest.mark.frontends("torch", "jax")
+@pytest.mark.parametrize("row", ERRORS, ids=name_of)
+def test_error(frontend: Frontend, row: tuple) -> None:
+    check_error(frontend, row, row[2])
+
+
+@pytest.mark.frontends("lazy", "jax_jit")
+@pytest.mark.parametrize("row", ERRORS[::3], ids=name_of)
+def test_error_at_trace_time(frontend: Frontend, row: tuple) -> None:
+    check_error(frontend, row, row[2])
+
+
+@pytest.mark.frontends("openxla", "inductor")
+@pytest.mark.parametrize("row", ERRORS[::9], ids=name_of)
+def test_error_in_torch_compile(frontend: Frontend, row: tuple) -> None:
+    """Dynamo wraps the error into one of its own."""
+    check_error(frontend, row, Exception)  # type: ignore[arg-type]
+
+
+@pytest.mark.frontends("torch", "lazy", "jax", "jax_jit")
+@pytest.mark.parametrize("call", CALLS)
+def test_valid_call(frontend: Frontend, call: str) -> None:
+    """What the table changes is right as it is."""
+    function, _, valid = CALLS[call]
+    getattr(frontend, function)(**valid)
