@@ -1,0 +1,93 @@
+"""Runs a topic: checks that all contenders compute the same, then times them in turn."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashxla.bench import timing
+from flashxla.bench.topic import Options, Peer, Run, Topic
+
+_CEILING = "ceiling"
+# Absolute and relative. 16 bits: contenders may round softmax weights and partial results to their dtype.
+_TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 2e-2)}
+
+Row = dict[str, Any]
+
+
+def run(topic: Topic, options: Options) -> list[Row]:
+    """One row for each (case, dtype, contender), as the JSON report holds it."""
+    torch.set_num_threads(options.threads)
+    peers = _usable_peers(topic)
+    rows: list[Row] = []
+    for case in topic.quick_cases if options.quick else topic.cases:
+        for dtype in options.dtypes:
+            print(f"{topic.name}: {case.name}, {dtype}", file=sys.stderr)
+            rows += _run_case(topic, case, getattr(torch, dtype), peers, options)
+    return rows
+
+
+def _usable_peers(topic: Topic) -> list[Peer]:
+    peers = []
+    for peer in topic.peers:
+        if why := peer.missing():
+            print(f"{topic.name}: without {peer.name}: {why}", file=sys.stderr)
+        else:
+            peers.append(peer)
+    return peers
+
+
+def _run_case(
+    topic: Topic, case: Any, dtype: torch.dtype, peers: list[Peer], options: Options
+) -> Iterator[Row]:
+    torch.manual_seed(0)
+    problem = topic.problem(case, dtype, torch.device(options.device))
+    ours = topic.ours.build(problem)
+    serving = [peer for peer in peers if peer.serves(case, options.device)]
+    # Without --peers the first one still says whether our results are right.
+    runs = {peer.name: peer.build(problem) for peer in (serving if options.peers else serving[:1])}
+    errors = {
+        name: _check(f"{topic.name} {case.name}: {name}", ours, run, dtype) for name, run in runs.items()
+    }
+
+    ceiling = topic.ceiling(dtype, options)
+    timed = {topic.ours.name: ours, **(runs if options.peers else {})}
+    calls = {name: run.call for name, run in timed.items()}
+    min_seconds = 0.001 if options.quick else timing.MIN_SAMPLE_SECONDS
+    samples = timing.interleave({**calls, _CEILING: ceiling.call}, options.rounds, min_seconds, options.sync)
+    work = topic.work(case, dtype)
+    for name in timed:
+        times = samples[name]
+        yield {
+            "case": case.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "contender": name,
+            "seconds": statistics.median(times),
+            "fastest_seconds": min(times),
+            "samples": len(times),
+            "rate": statistics.median(work / t / topic.scale for t in times),
+            "unit": topic.unit,
+            "ceiling": ceiling.name,
+            "ceiling_rate": statistics.median(ceiling.work / t / topic.scale for t in samples[_CEILING]),
+            "of_ceiling": timing.paired_ratio(samples[_CEILING], times) * work / ceiling.work,
+            # How many times our speed is its speed.
+            "ours_is_faster": timing.paired_ratio(times, samples[topic.ours.name]),
+            "max_difference": errors.get(name, 0.0),
+        }
+
+
+def _check(what: str, ours: Run, peer: Run, dtype: torch.dtype) -> float:
+    """The largest difference between two runs' results. Raises RuntimeError if they do not agree."""
+    atol, rtol = _TOLERANCE[dtype]
+    largest = 0.0
+    for a, b in zip(ours.results(ours.call()), peer.results(peer.call()), strict=True):
+        try:
+            torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
+        except AssertionError as error:
+            raise RuntimeError(f"{what} and flashxla disagree: {error}") from None
+        largest = max(largest, (a.float() - b.float()).abs().max().item())
+    return largest

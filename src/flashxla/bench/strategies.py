@@ -1,0 +1,184 @@
+"""Ways to update a paged KV cache from PyTorch/XLA, side by side: what each costs as the cache grows.
+
+The four strategies that were in use before flashxla, and its aliased operation, as the code that a user would
+write. All but the existing function run flashxla's custom call, so only the way in differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import flashxla.torch as fx
+from flashxla.bench import machine
+from flashxla.bench.topic import Options
+
+MIB = 2**20
+SIZES = (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 2048 * MIB)  # of K and V together
+QUICK_SIZES = (1 * MIB, 2 * MIB)
+MODES = ("lazy", "openxla")
+
+Caches = tuple[torch.Tensor, torch.Tensor]
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to write.
+
+    write: (key, value, key_cache, value_cache, slot_mapping) -> None if the caches hold the new tokens now,
+        else the new caches.
+    allow_in_graph: torch.compile is told not to look into it.
+    """
+
+    name: str
+    write: Callable[..., Caches | None]
+    allow_in_graph: bool = False
+
+
+def _direct(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Put the custom call into XLA's graph without an operation of PyTorch's, then assign `.data`."""
+    from flashxla import ops, torch_library
+    from flashxla.xla import embed
+
+    op = ops.RESHAPE_AND_CACHE_FLASH
+    arguments = torch_library.bind(op, (key, value, key_cache, value_cache, slots), {})
+    call = torch_library.resolve(op, arguments)
+    key_cache.data, value_cache.data = embed.run(call, [arguments[name] for name, _ in call.operands])
+
+
+def _existing(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Reuse a function that knows nothing of XLA: PyTorch's own (vLLM's has CUDA tensors only)."""
+    key_cache.flatten(0, 1).index_copy_(0, slots, key)
+    value_cache.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def _tpu_style(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """A functional operation that returns new caches, then copy_, which XLA may or may not remove."""
+    new = torch.ops.flashxla.reshape_and_cache_flash_functional(key, value, key_cache, value_cache, slots)
+    key_cache.copy_(new[0])
+    value_cache.copy_(new[1])
+
+
+def _tpu_style_donor(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """The same, with the old caches offered to XLA as buffers for its results."""
+    new = torch.ops.flashxla.reshape_and_cache_flash_functional(key, value, key_cache, value_cache, slots)
+    torch.ops.xla.dynamo_set_buffer_donor_(key_cache, True)
+    torch.ops.xla.dynamo_set_buffer_donor_(value_cache, True)
+    key_cache.copy_(new[0])
+    value_cache.copy_(new[1])
+
+
+def _clone_and_return(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> Caches:
+    """Write into clones and return them."""
+    clones = key_cache.clone(), value_cache.clone()
+    return torch.ops.flashxla.reshape_and_cache_flash_functional(key, value, *clones, slots)
+
+
+def _aliased(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """flashxla's operation."""
+    fx.reshape_and_cache_flash(key, value, key_cache, value_cache, slots)
+
+
+STRATEGIES = (
+    Strategy("direct, .data", _direct, allow_in_graph=True),
+    Strategy("existing function", _existing, allow_in_graph=True),
+    Strategy("TPU style", _tpu_style),
+    Strategy("TPU style + donor", _tpu_style_donor),
+    Strategy("clone and return", _clone_and_return),
+    Strategy("aliased op", _aliased),
+)
+
+
+def run(options: Options) -> list[Row]:
+    """One row for each (strategy, mode, size): see `strategy_process.measure` for its fields.
+
+    A strategy runs in a process of its own, so that one which crashes takes no other along.
+    """
+    sizes = QUICK_SIZES if options.quick else _sizes_that_fit(SIZES)
+    names = [strategy.name for strategy in STRATEGIES]
+    groups = [names] if options.quick else [[name] for name in names]
+    return [row for group in groups for row in _run_process(group, sizes, options)]
+
+
+def _sizes_that_fit(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """All caches exist at once, and a write may need the largest one twice again."""
+    available = machine.available_memory()
+    fitting = tuple(size for i, size in enumerate(sizes) if sum(sizes[: i + 1]) + 3 * size < 0.9 * available)
+    for size in sizes[len(fitting) :]:
+        print(
+            f"strategies: without {size // MIB} MiB: {available // MIB} MiB of memory are free",
+            file=sys.stderr,
+        )
+    return fitting
+
+
+def _run_process(names: list[str], sizes: tuple[int, ...], options: Options) -> Iterator[Row]:
+    print(f"strategies: {', '.join(names)}", file=sys.stderr)
+    request = {
+        "strategies": names,
+        "sizes": sizes,
+        "dtype": options.dtypes[0],
+        "rounds": options.rounds,
+        "seconds": 0.1 if options.quick else 8.0,
+    }
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "NPROC": str(options.threads)}
+    process = subprocess.run(
+        [sys.executable, "-m", "flashxla.bench.strategy_process", json.dumps(request)],
+        env=environment,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    yield from rows
+    measured = {(row["strategy"], row["mode"]) for row in rows}
+    last_words = (process.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+    for name in names:
+        for mode in MODES:
+            if (name, mode) not in measured:
+                error = f"the process ended with {process.returncode}: {last_words}"
+                yield {"strategy": name, "mode": mode, "works": False, "error": error}

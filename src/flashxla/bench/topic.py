@@ -1,0 +1,95 @@
+"""What a benchmark is made of: cases, the runs that can serve them, and the work they do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Case(Protocol):
+    """A row of a topic's case table: a frozen dataclass of a name and shapes."""
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a benchmark runs, from the command line."""
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    device: str = "cpu"
+    threads: int = 2
+    rounds: int = 7
+    peers: bool = False
+    quick: bool = False
+
+    @property
+    def sync(self) -> Callable[[], None]:
+        """Waits until the device has done its work."""
+        return torch.cuda.synchronize if self.device == "cuda" else lambda: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One contender, ready to go.
+
+    call: does the work once. results: from what a call returned, the tensors to compare with the others'.
+    """
+
+    call: Callable[[], Any]
+    results: Callable[[Any], Sequence[torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A contender: builds its run from a problem's tensors, outside the timing.
+
+    serves: whether it can run a case on a device. missing: why it cannot run in this process, or None.
+    """
+
+    name: str
+    build: Callable[[Any], Run]
+    serves: Callable[[Any, str], bool] = lambda case, device: True
+    missing: Callable[[], str | None] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """What the machine itself can do: a call and its work in the topic's unit of work."""
+
+    name: str
+    call: Callable[[], Any]
+    work: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic:
+    """One benchmark.
+
+    problem: a case's tensors. work: what one call must do, in `unit`s times 1e9 or 1e12 (see `scale`).
+    peers: the first is the reference that the results are held against.
+    """
+
+    name: str
+    unit: str
+    scale: float
+    cases: tuple[Any, ...]
+    quick_cases: tuple[Any, ...]
+    problem: Callable[[Any, torch.dtype, torch.device], Any]
+    work: Callable[[Any, torch.dtype], float]
+    ceiling: Callable[[torch.dtype, Options], Ceiling]
+    ours: Peer
+    peers: tuple[Peer, ...]
+
+
+def log_uniform(low: int, high: int, count: int, seed: int) -> tuple[int, ...]:
+    """Lengths of a ragged batch; the same ones on every machine."""
+    rng = random.Random(seed)
+    return tuple(round(math.exp(rng.uniform(math.log(low), math.log(high)))) for _ in range(count))
