@@ -1,0 +1,1 @@
+"""Batched text generation with a paged cache: what `flashxla generate` runs."""

@@ -1,0 +1,129 @@
+"""Puts the paged ops into transformers' models, through transformers' own attention interface.
+
+A model loaded with `attn_implementation=ATTENTION` calls `paged_attention` below in every layer. What the
+layers share in a step travels as the keyword arguments `flashxla_step` and `flashxla_caches` of the model's
+call. No mask function is registered under the name, so transformers makes no dense mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+import flashxla.torch as fx
+from flashxla.generate.batch import StepInputs
+from flashxla.generate.errors import GenerateError
+
+# Not "flashxla": transformers takes every name with "flash" in it for a flash-attention package to import.
+ATTENTION = "fx_paged_attention"
+PROBE = "fx_probe"
+
+Caches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """What a layer's cache must hold."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    flashxla_step: StepInputs,
+    flashxla_caches: Caches,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys and values into the layer's cache and attend to all of it.
+
+    query, key, value: [1, heads, T, head size], as transformers' layers make them.
+    """
+    key_cache, value_cache = flashxla_caches[module.layer_idx]
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # The cache has one head size; models with smaller values (multi-head latent attention) are padded.
+    value_size, head_size = value.shape[-1], key.shape[-1]
+    if value_size < head_size:
+        value = torch.nn.functional.pad(value, (0, head_size - value_size))
+    fx.reshape_and_cache_flash(
+        key.contiguous(), value.contiguous(), key_cache, value_cache, flashxla_step.slot_mapping
+    )
+    block_tables = flashxla_step.block_tables
+    out: Any = fx.flash_attn_varlen_func(
+        query.contiguous(),
+        key_cache,
+        value_cache,
+        max_seqlen_q=query.shape[0],
+        cu_seqlens_q=flashxla_step.query_start_loc,
+        max_seqlen_k=block_tables.shape[1] * key_cache.shape[1],
+        seqused_k=flashxla_step.context_lens,
+        block_table=block_tables,
+        num_seqs=flashxla_step.num_seqs,
+        softmax_scale=scaling,
+        causal=True,
+        # transformers counts the query's own key among the window, flash-attention does not.
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        softcap=softcap or 0.0,
+        s_aux=s_aux,
+    )
+    return out[None, ..., :value_size], None
+
+
+def _probe(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    shapes: dict[int, LayerShape] | None = kwargs.get("flashxla_shapes")
+    name = type(module).__name__
+    if shapes is None:
+        raise GenerateError(f"--model: {name} does not pass keyword arguments on to its attention function")
+    if not getattr(module, "is_causal", True):
+        raise GenerateError(f"--model: {name} is not causal; accepted: models that generate left to right")
+    if value.shape[-1] > key.shape[-1]:
+        raise GenerateError(
+            f"--model: {name} has values of size {value.shape[-1]} and keys of size {key.shape[-1]}; "
+            "accepted: values no larger than keys"
+        )
+    shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], key.dtype)
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+@torch.no_grad()
+def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
+    """What each layer's cache must hold, seen in a forward pass of one token.
+
+    Raises GenerateError for a model whose layers do not all attend through transformers' interface.
+    """
+    shapes: dict[int, LayerShape] = {}
+    model.set_attn_implementation(PROBE)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False, flashxla_shapes=shapes)
+    model.set_attn_implementation(ATTENTION)
+    layers = model.config.get_text_config().num_hidden_layers
+    if sorted(shapes) != list(range(layers)):
+        raise GenerateError(
+            f"--model: {len(shapes)} of the {layers} layers of {type(model).__name__} use transformers' "
+            "attention interface; accepted: models in which all do"
+        )
+    return [shapes[layer] for layer in range(layers)]
+
+
+AttentionInterface.register(ATTENTION, paged_attention)
+AttentionInterface.register(PROBE, _probe)

@@ -1,0 +1,90 @@
+"""The command `flashxla generate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from flashxla.generate.errors import GenerateError
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.description = (
+        "Generate text for a batch of prompts with a paged cache, from a Hugging Face checkpoint in a "
+        "folder. Without --model: a small model of the package's own that continues text about Python."
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="folder of a checkpoint (default: built in)"
+    )
+    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="prompts (default: a few about Python)")
+    parser.add_argument(
+        "--frontend",
+        choices=("lazy", "openxla", "torch"),
+        default="lazy",
+        help="PyTorch/XLA's lazy tensors, torch.compile with openxla, or plain PyTorch (default %(default)s)",
+    )
+    parser.add_argument("--device", help="of --frontend torch: cpu or cuda (default cpu)")
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="auto",
+        help="of weights and cache; auto: float32 on a CPU, where it is fastest, else the checkpoint's",
+    )
+    parser.add_argument("--verify", action="store_true", help="compare with transformers' eager generation")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is standard output")
+
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--max-new-tokens", type=_positive, default=64, metavar="N", help="(default %(default)s)"
+    )
+    text.add_argument("--ignore-eos", action="store_true", help="go on after the model ends the text")
+    text.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (the default)")
+    text.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest tokens")
+    text.add_argument(
+        "--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest share X"
+    )
+    text.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default %(default)s)")
+
+    sizes = parser.add_argument_group("sizes (they fix the shapes of the compiled programs)")
+    for name, default, meaning in (
+        ("--block-size", 16, "tokens in a block of the cache"),
+        ("--num-blocks", 256, "blocks of the cache"),
+        ("--max-batch-tokens", 256, "tokens of a step at most"),
+        ("--max-seqs", 8, "sequences of a step at most"),
+    ):
+        sizes.add_argument(
+            name, type=_positive, default=default, metavar="N", help=f"{meaning} (default %(default)s)"
+        )
+    sizes.add_argument(
+        "--max-length", type=_positive, metavar="N", help="longest sequence (default: the model's)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit code: 0, 1 where --verify found a difference, 2 for bad input."""
+    try:
+        try:
+            from flashxla.generate import command
+        except ModuleNotFoundError as error:
+            raise GenerateError(
+                f"{error.name} is not installed: pip install 'flashxla[generate,torch]', "
+                "or 'flashxla[generate,torch-xla]' for --frontend lazy and openxla"
+            ) from error
+        return command.run(args)
+    except GenerateError as error:
+        print(f"flashxla generate: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: a whole number >= 1")
+    return value

@@ -1,0 +1,117 @@
+"""What the user sees while tokens come: live panels on a terminal, plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+
+class Display(Protocol):
+    """Takes the text of each prompt as it is generated."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, index: int, text: str, finished: bool) -> None:
+        """Show more text of a prompt."""
+        ...
+
+
+class QuietDisplay:
+    """Shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, index: int, text: str, finished: bool) -> None:
+        """Show nothing."""
+
+
+class PlainDisplay(QuietDisplay):
+    """Streams to a file or pipe, prompt after prompt: a later prompt's text waits for its turn."""
+
+    def __init__(self, prompts: list[str]) -> None:
+        self._waiting = dict(enumerate(prompts))
+        self._finished: set[int] = set()
+        self._current = 0
+        self._open = False
+
+    def show(self, index: int, text: str, finished: bool) -> None:
+        """Show more text of a prompt, now or when its turn comes."""
+        self._waiting[index] += text
+        if finished:
+            self._finished.add(index)
+        while self._current in self._waiting:
+            if not self._open:
+                print(f"--- prompt {self._current + 1}")
+                self._open = True
+            print(self._waiting[self._current], end="", flush=True)
+            self._waiting[self._current] = ""
+            if self._current not in self._finished:
+                return
+            print(flush=True)
+            self._open = False
+            self._current += 1
+
+
+class RichDisplay:
+    """A panel for each prompt, filled as its tokens come, over a progress bar."""
+
+    def __init__(self, prompts: list[str], total: int, console: Console) -> None:
+        self._texts = [Text(prompt, style="bold") for prompt in prompts]
+        self._progress = Progress(
+            TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        )
+        self._each = total // len(prompts)
+        self._counts = [0] * len(prompts)
+        self._task = self._progress.add_task("tokens", total=total)
+        self._finished: set[int] = set()
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, index: int, text: str, finished: bool) -> None:
+        """Show more text of a prompt."""
+        self._texts[index].append(text, style="not bold")
+        self._counts[index] += 1
+        # A prompt that ends early has no more to come: count it as done.
+        self._progress.advance(self._task, 1 + (self._each - self._counts[index] if finished else 0))
+        if finished:
+            self._finished.add(index)
+
+    def _render(self) -> Group:
+        panels = [
+            Panel(text, title=f"prompt {i + 1}", border_style="green" if i in self._finished else "blue")
+            for i, text in enumerate(self._texts)
+        ]
+        return Group(*panels, self._progress)
+
+
+def make_display(prompts: list[str], total: int, quiet: bool) -> Display:
+    """The display that fits where standard output goes."""
+    if quiet:
+        return QuietDisplay()
+    console = Console()
+    if sys.stdout.isatty() and console.is_terminal:
+        return RichDisplay(prompts, total, console)
+    return PlainDisplay(prompts)

@@ -1,0 +1,59 @@
+"""Chooses the next token from logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from flashxla.generate.errors import GenerateError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise GenerateError(
+                f"--temperature: got {self.temperature}; accepted: 0 (greedy) or a number > 0"
+            )
+        if self.top_k < 0:
+            raise GenerateError(f"--top-k: got {self.top_k}; accepted: 0 (all tokens) or a number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise GenerateError(f"--top-p: got {self.top_p}; accepted: a number in (0, 1]")
+
+
+class Sampler:
+    """The choices of one sequence.
+
+    Each sequence has a random stream of its own and takes one number of it a token, so neither its neighbours
+    in a batch nor a preemption change what it draws.
+    """
+
+    def __init__(self, options: SamplingOptions, index: int) -> None:
+        self.options = options
+        # Multiplying by an odd constant keeps (seed, index) apart from (seed + 1, index - 1). The generator
+        # takes 32 bits of its seed.
+        self._generator = torch.Generator().manual_seed((options.seed * 0x9E3779B1 + index) % 2**32)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token, from logits [V] on the CPU."""
+        options = self.options
+        if options.temperature == 0:
+            return int(logits.argmax())
+        scores, tokens = (logits.double() / options.temperature).sort(descending=True, stable=True)
+        if options.top_k:
+            scores = scores[: options.top_k]
+        probabilities = scores.softmax(0)
+        cumulative = probabilities.cumsum(0)
+        # The smallest set whose probability reaches top_p: up to and with the token that crosses it.
+        kept = int((cumulative - probabilities < options.top_p).sum())
+        draw = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[kept - 1]
+        position = int(torch.searchsorted(cumulative[:kept], draw, right=True))
+        return int(tokens[min(position, kept - 1)])
