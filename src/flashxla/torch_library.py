@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensorMode, PythonFunctionalizeAPI
+from torch._subclasses.functional_tensor import CppFunctionalizeAPI, FunctionalTensorMode, PythonFunctionalizeAPI
 
 from flashxla import native
 from flashxla.ops import OPS, Aval, Call, Op, Tensor
@@ -31,18 +31,24 @@ def register_all() -> None:
 
 
 def _register(op: Op) -> None:
-    _LIBRARY.define(_schema(op), tags=(torch.Tag.needs_fixed_stride_order,))
-    _LIBRARY.impl(op.name, _native_kernel(op, "cpu"), "CPU")
-    _LIBRARY.impl(op.name, _native_kernel(op, "cuda"), "CUDA")
-    torch.library.register_fake(f"flashxla::{op.name}", _fake_kernel(op), lib=_LIBRARY)
+    _register_eager(op, op.name)
     if not op.mutated:
         _LIBRARY.impl(op.name, _xla_kernel(op), "XLA")
         return
+    _register_eager(op, f"_{op.name}")
     twin = f"{op.name}_functional"
     _LIBRARY.define(_functional_schema(op, twin))
     _LIBRARY.impl(twin, _xla_kernel(op), "XLA")
     torch.library.register_fake(f"flashxla::{twin}", _functional_fake_kernel(op), lib=_LIBRARY)
-    _functionalize(op, getattr(torch.ops.flashxla, twin).default)
+    _functionalize(op)
+
+
+def _register_eager(op: Op, name: str) -> None:
+    """The op for cpu and cuda tensors, and its fake kernel."""
+    _LIBRARY.define(_schema(op, name), tags=(torch.Tag.needs_fixed_stride_order,))
+    _LIBRARY.impl(name, _native_kernel(op, "cpu"), "CPU")
+    _LIBRARY.impl(name, _native_kernel(op, "cuda"), "CUDA")
+    torch.library.register_fake(f"flashxla::{name}", _fake_kernel(op), lib=_LIBRARY)
 
 
 def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -57,6 +63,13 @@ def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
 
 def resolve(op: Op, arguments: Arguments) -> Call:
     """Hold a call's torch arguments against the declaration."""
+    device = arguments[op.tensors[0].name].device
+    for t in op.tensors:
+        if arguments[t.name] is not None and arguments[t.name].device != device:
+            raise ValueError(
+                f"{op.name}: {t.name}: got a tensor on {arguments[t.name].device}; accepted: {device}, the device of "
+                f"{op.tensors[0].name}"
+            )
     avals = {t.name: _aval(arguments[t.name]) for t in op.tensors}
     return op.resolve(avals, {s.name: arguments[s.name] for s in op.scalars})
 
@@ -71,9 +84,9 @@ def _aval(tensor: torch.Tensor | None) -> Aval | None:
 # Schemas
 
 
-def _schema(op: Op) -> str:
+def _schema(op: Op, name: str) -> str:
     returns = ", ".join("Tensor" for _ in op.result_names)
-    return f"{op.name}({', '.join(_parameters(op, mutable=True))}) -> ({returns})"
+    return f"{name}({', '.join(_parameters(op, mutable=True))}) -> ({returns})"
 
 
 def _functional_schema(op: Op, name: str) -> str:
@@ -123,10 +136,10 @@ def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
         first = arguments[op.tensors[0].name]
         fields = {}
         for name, slot in call.operands:
-            fields[slot] = _ctensor(op, name, arguments[name], first.device)
+            fields[slot] = _ctensor(arguments[name])
         results = [] if op.mutated else _results(op, call, first)
         for slot, result in zip(op.native.results[: len(call.results)], results, strict=False):
-            fields[slot] = _ctensor(op, slot, result, first.device)
+            fields[slot] = _ctensor(result)
         problem = native.library(platform).call(op.native, fields, dict(call.attributes), **context(first))
         if problem:
             raise ValueError(f"{op.name}: {op.user_message(problem)}")
@@ -135,9 +148,7 @@ def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
     return kernel
 
 
-def _ctensor(op: Op, name: str, tensor: torch.Tensor, device: torch.device) -> native.CTensor:
-    if tensor.device != device:
-        raise ValueError(f"{op.name}: {name}: got a tensor on {tensor.device}; accepted: {device}, as the first tensor")
+def _ctensor(tensor: torch.Tensor) -> native.CTensor:
     c = native.CTensor()
     c.set(tensor.data_ptr(), DTYPE_CODES[_DTYPE_NAMES[tensor.dtype]], tensor.shape, tensor.stride())
     return c
@@ -187,18 +198,31 @@ def _xla_kernel(op: Op) -> Callable[..., Any]:
 # Functionalization
 
 
-def _functionalize(op: Op, twin: torch._ops.OpOverload) -> None:
+def _functionalize(op: Op) -> None:
     """Build the in-place op from its functional twin, where XLA's tensors are functionalized.
 
     Without this, PyTorch refuses a custom op with alias annotations in lazy mode, and copies its arguments under
     torch.compile. The twin's custom call declares the update as aliasing, so nothing is copied.
+
+    Other devices keep PyTorch's own functionalization, which inductor knows how to make in place again. It takes
+    only ops without a rule of their own, so it gets the op's double, `_<name>`.
     """
+    twin = getattr(torch.ops.flashxla, f"{op.name}_functional").default
+    double = getattr(torch.ops.flashxla, f"_{op.name}").default
 
     def lazy(*args: Any, **kwargs: Any) -> None:
+        api = CppFunctionalizeAPI()
+        inner = bind(op, api.unwrap_tensors(args), api.unwrap_tensors(kwargs))
+        with api.redispatch_to_next():
+            new = _tuple(twin(*(inner[p.name] for p in op.parameters)))
+            for tensor, update in zip(op.mutated, new, strict=True):
+                # Tells torch_xla that the update takes the old value's place, which lets it donate the buffer.
+                torch.ops.aten._propagate_xla_data(inner[tensor.name], update)
         arguments = bind(op, args, kwargs)
-        new = _tuple(twin(*args, **kwargs))
         for tensor, update in zip(op.mutated, new, strict=True):
-            arguments[tensor.name].copy_(update)
+            api.replace(arguments[tensor.name], update)
+            api.commit_update(arguments[tensor.name])
+            api.sync(arguments[tensor.name])
 
     _LIBRARY.impl(op.name, lazy, "Functionalize")
     overload = getattr(torch.ops.flashxla, op.name).default
@@ -206,10 +230,8 @@ def _functionalize(op: Op, twin: torch._ops.OpOverload) -> None:
     def traced(mode: FunctionalTensorMode, *args: Any, **kwargs: Any) -> None:
         arguments = bind(op, args, kwargs)
         if arguments[op.mutated[0].name].device.type != "xla":
-            # Inductor knows how to make PyTorch's own functionalization of such ops in place again.
-            types = tuple(type(a) for a in args if isinstance(a, torch.Tensor))
             with mode:
-                return mode.__torch_dispatch__(overload, types, args, kwargs)
+                return double(*args, **kwargs)
         api = PythonFunctionalizeAPI(mode)
         new = _tuple(twin(*api.unwrap_tensors(args), **api.unwrap_tensors(kwargs), donate=True))
         for tensor, update in zip(op.mutated, new, strict=True):

@@ -20,7 +20,8 @@ _SHT_SYMTAB = 2
 @functools.cache
 def ffi_api() -> int:
     """The address of torch_xla's XLA_FFI_Api table."""
-    import _XLAC
+    import torch_xla  # noqa: F401  (loads the libraries that _XLAC needs)
+    import _XLAC  # isort: skip
 
     path = Path(_XLAC.__file__)
     try:

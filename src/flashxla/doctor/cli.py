@@ -1,0 +1,103 @@
+"""`flashxla doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from flashxla import native
+from flashxla.doctor import probe
+
+PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "transformers")
+
+
+class Finding(NamedTuple):
+    """One line of the report; ok is None for what is not installed, which is no fault."""
+
+    topic: str
+    ok: bool | None
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flashxla doctor`."""
+    parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if everything that is present works."""
+    findings = []
+    for finding in _findings():
+        findings.append(finding)
+        mark = {True: "ok", False: "FAIL", None: "-"}[finding.ok]
+        first, *rest = finding.text.splitlines() or [""]
+        print(f"{mark:>4}  {finding.topic:<24} {first}", *(f"{'':30} {line}" for line in rest), sep="\n", flush=True)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump([f._asdict() for f in findings], file, indent=2)
+    failed = [f.topic for f in findings if f.ok is False]
+    print(f"\n{'Not working: ' + ', '.join(failed) if failed else 'Everything that is present works.'}")
+    return 1 if failed else 0
+
+
+def _findings() -> Iterator[Finding]:
+    yield Finding("python", True, f"{platform.python_version()} on {platform.machine()}")
+    for package in PACKAGES:
+        try:
+            yield Finding(package, True, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(package, None, "not installed")
+    yield _try("native library (cpu)", _cpu_library)
+    yield _try("XLA runtime of jaxlib", _jax_runtime)
+    if importlib.util.find_spec("torch_xla"):
+        yield _try("XLA runtime of torch_xla", _torch_xla_runtime)
+    for frontend in probe.FRONTENDS:
+        if frontend == "jax" or importlib.util.find_spec("torch_xla"):
+            yield _try(f"in place: {frontend}", lambda frontend=frontend: _in_place(frontend))
+        else:
+            yield Finding(f"in place: {frontend}", None, "torch_xla is not installed")
+
+
+def _try(topic: str, check: Callable[[], tuple[bool, str]]) -> Finding:
+    try:
+        return Finding(topic, *check())
+    except Exception as error:
+        return Finding(topic, False, f"{type(error).__name__}: {error}")
+
+
+def _cpu_library() -> tuple[bool, str]:
+    library = native.library("cpu")
+    return True, f"{library.path.name}, XLA FFI API {library.ffi_api_version}, targets: {', '.join(library.ffi_targets)}"
+
+
+def _jax_runtime() -> tuple[bool, str]:
+    import jax
+
+    from flashxla.xla import registration
+
+    registration.register_jax()
+    return True, f"devices: {', '.join(map(str, jax.devices()))}; targets registered"
+
+
+def _torch_xla_runtime() -> tuple[bool, str]:
+    from flashxla.xla import registration, torch_xla_runtime
+
+    registration.register_torch_xla()
+    version = native.library("cpu").runtime_api_version(torch_xla_runtime.ffi_api())
+    return True, f"XLA:CPU, FFI API {version}; targets registered"
+
+
+def _in_place(frontend: str) -> tuple[bool, str]:
+    result = probe.run(frontend)
+    pointers = "the pointers stayed" if result.pointers_stay else "THE POINTERS CHANGED"
+    text = (
+        f"on {result.device}: {pointers} over 3 layers x 3 steps; {len(result.cache_copies)} copies of a cache "
+        f"({result.cache_bytes >> 10} KiB) in the compiled program; temporary memory {result.temp_bytes >> 10} KiB; "
+        f"largest error {result.largest_error:.1e}"
+    )
+    return result.in_place, "\n".join([text, *result.cache_copies])

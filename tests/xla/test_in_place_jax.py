@@ -1,0 +1,151 @@
+"""The functional ops in JAX: with donation the new cache is the old buffer, in loops and scans too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flashxla.jax as fx
+from flashxla.doctor import hlo
+
+L, P, B, H, D = 3, 64, 16, 2, 64
+SLOTS = jnp.array([0, 1, B + 1, -1], jnp.int32)
+META = (
+    jnp.array([2, 1, 1], jnp.int32),
+    jnp.array([[0], [1], [2]], jnp.int32),
+    jnp.array([0, 2, 3, 4], jnp.int32),
+    jnp.array([3], jnp.int32),
+)
+KEY = jnp.asarray(np.random.default_rng(0).standard_normal((4, H, D), dtype=np.float32))
+QUERY = jnp.asarray(np.random.default_rng(1).standard_normal((4, 2 * H, D), dtype=np.float32))
+CACHE_BYTES = P * B * H * D * 4
+
+
+def layer(query: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array = SLOTS, first_block: Any = 0) -> tuple:
+    k, v = fx.reshape_and_cache_flash(query[:, :H] + KEY, KEY, k, v, slots)
+    lengths, tables, starts, num_seqs = META
+    query = fx.paged_attention(query, (k, v), lengths, tables + first_block, starts, num_seqs, D**-0.5)
+    return query, k, v
+
+
+def layers(query: jax.Array, caches: list) -> tuple[jax.Array, list]:
+    new = []
+    for k, v in caches:
+        query, k, v = layer(query, k, v)
+        new.append((k, v))
+    return query, new
+
+
+def caches() -> list:
+    return [(jnp.zeros((P, B, H, D)), jnp.zeros((P, B, H, D))) for _ in range(L)]
+
+
+def loop(query: jax.Array, caches: list) -> tuple[jax.Array, list]:
+    return jax.lax.fori_loop(0, 5, lambda _, state: layers(*state), (query, caches))
+
+
+def scan(query: jax.Array, pool: tuple) -> tuple:
+    """Layers under scan: one flat pool as the carry, the layer's offset added to slots and tables."""
+
+    def body(state: tuple, index: jax.Array) -> tuple:
+        query, (k, v) = state
+        slots = jnp.where(SLOTS < 0, -1, SLOTS + index * P * B)
+        query, k, v = layer(query, k, v, slots, index * P)
+        return (query, (k, v)), None
+
+    return jax.lax.scan(body, (query, pool), jnp.arange(L, dtype=jnp.int32))[0]
+
+
+def pool() -> tuple:
+    return jnp.zeros((L * P, B, H, D)), jnp.zeros((L * P, B, H, D))
+
+
+@pytest.mark.parametrize(("function", "make"), [(layers, caches), (loop, caches), (scan, pool)])
+def test_donated_caches_are_never_copied(function: Any, make: Any) -> None:
+    held = make()
+    compiled = jax.jit(function, donate_argnums=1).lower(QUERY, held).compile()
+    assert hlo.Program("", compiled.as_text(), 0).copies(at_least=CACHE_BYTES) == []
+    assert compiled.memory_analysis().temp_size_in_bytes < CACHE_BYTES
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(held)]
+    for _ in range(3):
+        _, held = compiled(QUERY, held)
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(held)] == before
+
+
+def test_scan_equals_layers() -> None:
+    out, new = layers(QUERY, caches())
+    scanned, (k, v) = scan(QUERY, pool())
+    np.testing.assert_allclose(scanned, out, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(k, jnp.concatenate([k for k, _ in new]))
+    np.testing.assert_array_equal(v, jnp.concatenate([v for _, v in new]))
+
+
+def test_without_donation_the_argument_is_left_alone() -> None:
+    held = caches()
+    jax.jit(layers)(QUERY, held)
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(held))
+
+
+def test_vmap() -> None:
+    q = jnp.asarray(np.random.default_rng(2).standard_normal((3, 5, 4, D), dtype=np.float32))
+    starts = jnp.array([0, 2, 5], jnp.int32)
+
+    def attend(q: jax.Array) -> jax.Array:
+        return fx.flash_attn_varlen_func(q, q[:, :2], q[:, 2:], 5, starts, 5, starts, causal=True)
+
+    np.testing.assert_array_equal(jax.vmap(attend)(q), jnp.stack([attend(x) for x in q]))
+
+
+def test_shard_map_over_heads() -> None:
+    """Tensor parallel: caches sharded over KV heads, no gather in the program."""
+    import os
+    import subprocess
+    import sys
+
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P, NamedSharding
+from flashxla import jax as fx
+mesh = jax.make_mesh((4,), ("h",), axis_types=(jax.sharding.AxisType.Auto,))
+r = np.random.default_rng(0)
+q, kv = (jnp.asarray(r.standard_normal(s), jnp.float32) for s in ((6, 8, 32), (6, 4, 32)))
+cache = jnp.zeros((8, 4, 4, 32))
+slots, ns = jnp.arange(6), jnp.array([2], jnp.int32)
+lens, table = jnp.array([3, 3], jnp.int32), jnp.array([[0, 1], [1, 0]], jnp.int32)
+starts = jnp.array([0, 3, 6], jnp.int32)
+def step(q, kv, k, v):
+    k, v = fx.reshape_and_cache_flash(kv, kv, k, v, slots)
+    return fx.paged_attention(q, (k, v), lens, table, starts, ns, 0.2), k, v
+heads, cached = P(None, "h"), P(None, None, "h")
+sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(heads, heads, cached, cached),
+                                out_specs=(heads, cached, cached), check_vma=False), donate_argnums=(2, 3))
+put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))
+args = put(q, heads), put(kv, heads), put(cache, cached), put(cache, cached)
+text = sharded.lower(*args).compile().as_text()
+assert "all-gather" not in text and "copy(" not in text, text
+out, k, v = sharded(*args)
+want = step(q, kv, cache, cache)
+for got, expected in zip((out, k, v), want):
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_export_round_trip() -> None:
+    pytest.importorskip("flatbuffers")
+    from jax import export
+
+    checks = [export.DisabledSafetyCheck.custom_call(f"flashxla_{name}") for name in ("kv_cache", "attention")]
+    exported = export.export(jax.jit(layers), disabled_checks=checks)(QUERY, caches())
+    call = jax.jit(export.deserialize(exported.serialize()).call, donate_argnums=1)
+    held = caches()
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(held)]
+    out, held = call(QUERY, held)
+    np.testing.assert_array_equal(out, layers(QUERY, caches())[0])
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(held)] == before
