@@ -13,9 +13,10 @@ except ImportError as error:
         "flashxla.torch needs PyTorch: pip install 'flashxla[torch]', or 'flashxla[torch-xla]' for PyTorch/XLA"
     ) from error
 
-from flashxla import setup_custom_call, torch_library
+from flashxla import setup_custom_call, torch_aliases, torch_library
 
 torch_library.register_all()
+torch_aliases.register_all()
 
 _OPS = torch.ops.flashxla
 
