@@ -12,8 +12,8 @@ namespace flashxla {
 // rows see nearly the same keys.
 struct AttentionTask {
   const Sequence* sequence;
-  int64_t kv_head;
-  int64_t row_begin, row_end;
+  int64_t kv_head_begin, kv_head_end;
+  int64_t row_begin, row_end;  // of each KV head
   int64_t key_begin, key_end;  // positions; what a row can see of them is up to Visible()
   bool few_rows;               // for AttentionEngine::attend_few_rows
   int64_t split;               // the group of tasks that share these rows, or -1
@@ -27,27 +27,28 @@ struct RowState {
   float sum;  // of 2^(score - top)
 };
 
-// Writes row `row`: `values` is the sum of 2^(score - top) * value.
-void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t row,
-               const float* values, RowState state);
+// Writes a row of a KV head: `values` is the sum of 2^(score - top) * value.
+void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
+               int64_t row, const float* values, RowState state);
 
-// Reads row `row` of the queries of a task's KV head, as float.
-void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t row,
-               float* values);
+// Reads a row of a KV head's queries as float.
+void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
+               int64_t row, float* values);
 
 struct AttentionEngine {
   using Attend = void (*)(const AttentionProblem& problem, const AttentionTask& task,
                           void* scratch);
 
-  // For many rows: scores and values are products of tiles.
+  // For many rows of one KV head: scores and values are products of tiles.
   Attend attend_tiles;
-  int64_t panel_rows;      // rows that are computed together
-  int64_t max_panel_rows;  // rows of a task
+  int64_t panel_rows;                           // rows that are computed together
+  int64_t (*max_tile_rows)(int64_t head_size);  // rows of a task
 
-  // For at most `max_few_rows` rows, bound by memory: reads keys and values once, as they are.
+  // For few rows, bound by memory: reads keys and values once, as they are, for several KV heads.
   // Needs stride_dim == 1 and head_size >= min_head_size.
   Attend attend_few_rows;
-  int64_t max_few_rows;
+  int64_t max_few_rows;       // of a KV head
+  int64_t max_few_rows_task;  // of a task, over its KV heads
   int64_t min_head_size;
 
   // Bytes that both need, 64-byte aligned.

@@ -9,21 +9,24 @@
 namespace flashxla {
 namespace {
 
-constexpr int kMaxFewRows = 8;
-constexpr int kChunkKeys = 64;  // keys between two updates of the softmax state
+constexpr int kMaxFewRows = 8;       // of a KV head
+constexpr int kMaxFewRowsTask = 32;  // of a task's KV heads
+constexpr int kChunkKeys = 64;       // at most, between two updates of the softmax state
+constexpr int kMinChunkKeys = 16;
+constexpr int64_t kChunkBytes = 64 << 10;                 // from the first to the last token
 static_assert(kChunkKeys + kWidth <= KeyList::kMaxKeys);  // whole vectors are loaded
 constexpr int kMaxVectors = 256 / kWidth;
 
 // A row of head_size elements is cut into vectors; the last one ends with the row and overlaps the
 // one before. The queries have zeros where it does, and the overlap of keys is cleared.
 struct FewRowsScratch {
-  float queries[kMaxFewRows][kMaxVectors][kWidth];
-  float out[kMaxFewRows][kMaxVectors][kWidth];
-  float weights[kMaxFewRows][kChunkKeys + kWidth];  // scores, then 2^(score - top)
-  float slope[kMaxFewRows];
+  float queries[kMaxFewRowsTask][kMaxVectors][kWidth];
+  float out[kMaxFewRowsTask][kMaxVectors][kWidth];
+  float weights[kMaxFewRowsTask][kChunkKeys + kWidth];  // scores, then 2^(score - top)
+  float slope[kMaxFewRowsTask];
+  RowState state[kMaxFewRowsTask];
   float row[256];
-  RowState state[kMaxFewRows];
-  float decay[kMaxFewRows];
+  float decay[kMaxFewRowsTask];
 };
 
 template <int kBlock, int kOffset>
@@ -63,59 +66,110 @@ class FewRowsAttention {
     head_size_ = problem.head_size;
     num_vectors_ = static_cast<int>((head_size_ + kWidth - 1) / kWidth);
     last_offset_ = head_size_ - kWidth;
+    row_bytes_ = head_size_ * static_cast<int64_t>(sizeof(Bits));
     overlap_ = static_cast<int32_t>(num_vectors_ * kWidth - head_size_);
     num_rows_ = static_cast<int>(task.row_end - task.row_begin);
     softcap_ = static_cast<float>(problem.args->softcap);
     alibi_ = problem.args->alibi_slopes.data != nullptr;
+    // All heads take a chunk in turn. Heads of a token are mostly neighbours in memory, so a chunk
+    // is small enough for the hardware to still have at hand, for the next head, what it read on.
+    const int64_t token_bytes = problem.k.stride_token * static_cast<int64_t>(sizeof(Bits));
+    chunk_keys_ = kChunkKeys;
+    while (chunk_keys_ > kMinChunkKeys && chunk_keys_ * token_bytes > kChunkBytes) chunk_keys_ /= 2;
   }
 
   void Run() {
-    LoadQueries();
-    KeyList list;
-    for (int64_t next = task_.key_begin; next < task_.key_end;) {
-      problem_.ListKeys(*task_.sequence, task_.kv_head, &next, task_.key_end, kChunkKeys, &list);
-      if (list.size > 0) AttendChunk(list);
+    for (int64_t head = task_.kv_head_begin; head < task_.kv_head_end; ++head) LoadQueries(head);
+    KeyList lists[2];
+    KeyList *now = &lists[0], *next = &lists[1];
+    position_ = task_.key_begin;
+    head_ = task_.kv_head_end;
+    for (bool more = Advance(*next, now); more;) {
+      const int64_t head = head_;
+      more = Advance(*now, next);
+      upcoming_ = more ? next : now;
+      AttendChunk(*now, head);
+      KeyList* done = now;
+      now = next, next = done;
     }
-    for (int row = 0; row < num_rows_; ++row) {
-      const float* out = scratch_.out[row][0];
-      for (int64_t d = 0; d < head_size_; ++d) {
-        const bool in_last = d >= (num_vectors_ - 1) * kWidth;
-        scratch_.row[d] = out[in_last ? d + overlap_ : d];
-      }
-      FinishRow(problem_, task_, task_.row_begin + row, scratch_.row, scratch_.state[row]);
-    }
+    for (int64_t head = task_.kv_head_begin; head < task_.kv_head_end; ++head) StoreRows(head);
   }
 
  private:
-  void LoadQueries() {
-    const float scale = problem_.ScoreScale(*task_.sequence, task_.kv_head);
+  // Moves to the next KV head of the same keys, or to the next keys. `list` is of where we are.
+  bool Advance(const KeyList& list, KeyList* next) {
+    if (++head_ < task_.kv_head_end) {
+      const int64_t key_step = problem_.k.stride_head * static_cast<int64_t>(sizeof(Bits));
+      const int64_t value_step = problem_.v.stride_head * static_cast<int64_t>(sizeof(Bits));
+      for (int64_t i = 0; i < list.size; ++i) {
+        next->key[i] = list.key[i] + key_step;
+        next->value[i] = list.value[i] + value_step;
+        next->position[i] = list.position[i];
+      }
+      next->size = list.size;
+      return true;
+    }
+    head_ = task_.kv_head_begin;
+    while (position_ < task_.key_end) {
+      problem_.ListKeys(*task_.sequence, head_, &position_, task_.key_end, chunk_keys_, next);
+      if (next->size > 0) return true;
+    }
+    return false;
+  }
+
+  // Fetches kBytes of a row that is needed soon.
+  template <int kBytes>
+  static void Prefetch(const char* row) {
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(row + i);
+  }
+
+  // The first row of a KV head in the scratch memory.
+  int FirstRow(int64_t head) const {
+    return static_cast<int>(head - task_.kv_head_begin) * num_rows_;
+  }
+
+  void LoadQueries(int64_t kv_head) {
+    const float scale = problem_.ScoreScale(*task_.sequence, kv_head);
     // Scores are in base 2, or in units of the softcap.
     const float factor = softcap_ > 0.0f ? scale / softcap_ : scale * kLog2E;
-    for (int row = 0; row < num_rows_; ++row) {
-      const int64_t real_row = task_.row_begin + row;
-      const int64_t head = task_.kv_head * problem_.group_size + real_row % problem_.group_size;
-      LoadQuery(problem_, task_, real_row, scratch_.row);
-      float* q = scratch_.queries[row][0];
-      for (int64_t i = 0; i < num_vectors_ * kWidth; ++i) q[i] = 0.0f;
-      for (int64_t d = 0; d < head_size_; ++d) {
-        const bool in_last = d >= (num_vectors_ - 1) * kWidth;
-        q[in_last ? d + overlap_ : d] = scratch_.row[d] * factor;
-      }
-      __builtin_memset(scratch_.out[row], 0, sizeof(scratch_.out[row]));
-      scratch_.slope[row] = alibi_ ? problem_.AlibiSlope(*task_.sequence, head) * kLog2E : 0.0f;
-      scratch_.state[row] = {-kInfinity, 0.0f};
+    for (int i = 0; i < num_rows_; ++i) {
+      const int64_t row = task_.row_begin + i;
+      const int slot = FirstRow(kv_head) + i;
+      const int64_t head = kv_head * problem_.group_size + row % problem_.group_size;
+      LoadQuery(problem_, task_, kv_head, row, scratch_.row);
+      float* q = scratch_.queries[slot][0];
+      for (int64_t j = 0; j < num_vectors_ * kWidth; ++j) q[j] = 0.0f;
+      for (int64_t d = 0; d < head_size_; ++d) q[LaneOf(d)] = scratch_.row[d] * factor;
+      __builtin_memset(scratch_.out[slot], 0, num_vectors_ * sizeof(scratch_.out[slot][0]));
+      scratch_.slope[slot] = alibi_ ? problem_.AlibiSlope(*task_.sequence, head) * kLog2E : 0.0f;
+      scratch_.state[slot] = {-kInfinity, 0.0f};
     }
+  }
+
+  void StoreRows(int64_t kv_head) {
+    for (int i = 0; i < num_rows_; ++i) {
+      const int slot = FirstRow(kv_head) + i;
+      const float* out = scratch_.out[slot][0];
+      for (int64_t d = 0; d < head_size_; ++d) scratch_.row[d] = out[LaneOf(d)];
+      FinishRow(problem_, task_, kv_head, task_.row_begin + i, scratch_.row, scratch_.state[slot]);
+    }
+  }
+
+  // Where element d of a row is in the row's vectors.
+  int64_t LaneOf(int64_t d) const {
+    return d >= int64_t{num_vectors_ - 1} * kWidth ? d + overlap_ : d;
   }
 
   // Rows of one token see the same keys. A chunk that all rows see in full is taken by all rows
   // together, another one token by token: nothing that a row does not see is ever computed.
-  void AttendChunk(const KeyList& list) {
+  void AttendChunk(const KeyList& list, int64_t kv_head) {
+    const int first_row = FirstRow(kv_head);
     const Sequence& sequence = *task_.sequence;
     const int64_t group = problem_.group_size;
     const KeyRange first = problem_.Visible(sequence, task_.row_begin / group);
     const KeyRange last = problem_.Visible(sequence, (task_.row_end - 1) / group);
     if (last.begin <= list.position[0] && first.end > list.position[list.size - 1]) {
-      AttendRows(list, 0, num_rows_, 0, list.size);
+      AttendRows(list, first_row, first_row + num_rows_, 0, list.size);
       return;
     }
     for (int64_t row = task_.row_begin; row < task_.row_end;) {
@@ -125,8 +179,8 @@ class FewRowsAttention {
       while (begin < end && list.position[begin] < range.begin) ++begin;
       while (begin < end && list.position[end - 1] >= range.end) --end;
       if (begin < end) {
-        AttendRows(list, static_cast<int>(row - task_.row_begin),
-                   static_cast<int>(row_end - task_.row_begin), begin, end);
+        AttendRows(list, first_row + static_cast<int>(row - task_.row_begin),
+                   first_row + static_cast<int>(row_end - task_.row_begin), begin, end);
       }
       row = row_end;
     }
@@ -135,6 +189,10 @@ class FewRowsAttention {
   void AttendRows(const KeyList& list, int row_begin, int row_end, int64_t begin, int64_t end) {
     ForRowGroups(row_begin, row_end, [&](auto rows, int row) {
       for (int64_t key = begin; key < end; key += kWidth / rows) {
+        for (int i = 0; row == row_begin && i < kWidth / rows; ++i) {
+          const char* upcoming = upcoming_->key[Min(key + i, upcoming_->size - 1)];
+          for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(upcoming + byte);
+        }
         Score<rows>(list, row, key, end);
       }
     });
@@ -179,33 +237,30 @@ class FewRowsAttention {
     for (int i = 0; i < kKeys; ++i) {  // behind the end: the last key again, its score is not used
       keys[i] = reinterpret_cast<const Bits*>(list.key[Min(key + i, end - 1)]);
     }
+    // One key after the other, as they lie in memory.
     Float sums[kWidth] = {};  // [row][key]
     const int whole = overlap_ == 0 ? num_vectors_ : num_vectors_ - 1;
-    for (int vector = 0; vector < whole; ++vector) {
-      Float q[kRows];
-      for (int r = 0; r < kRows; ++r) q[r] = Load(scratch_.queries[row + r][vector]);
-      for (int i = 0; i < kKeys; ++i) {
+    const Int lanes = Lanes();
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i) {
+      for (int vector = 0; vector < whole; ++vector) {
         const Float k = LoadAs<Format>(keys[i] + vector * kWidth);
-        for (int r = 0; r < kRows; ++r) sums[r * kKeys + i] += q[r] * k;
+        for (int r = 0; r < kRows; ++r) {
+          sums[r * kKeys + i] += Load(scratch_.queries[row + r][vector]) * k;
+        }
       }
-    }
-    if (overlap_ != 0) {
-      const Int lanes = Lanes();
-      for (int i = 0; i < kKeys; ++i) {
+      if (overlap_ != 0) {
         const Float tail = LoadAs<Format>(keys[i] + last_offset_);
         const Float k = lanes >= overlap_ ? tail : Float{};
         for (int r = 0; r < kRows; ++r) {
-          sums[r * kKeys + i] += Load(scratch_.queries[row + r][num_vectors_ - 1]) * k;
+          sums[r * kKeys + i] += Load(scratch_.queries[row + r][whole]) * k;
         }
       }
     }
-    const Float scores = SumEach<kWidth>(sums);
-    if constexpr (kRows == 1) {
-      Store(scratch_.weights[row] + key, scores);
-    } else {
-      for (int r = 0; r < kRows; ++r) {
-        for (int i = 0; i < kKeys; ++i) scratch_.weights[row + r][key + i] = scores[r * kKeys + i];
-      }
+    float scores[kWidth];
+    Store(scores, SumEach<kWidth>(sums));
+    for (int r = 0; r < kRows; ++r) {
+      __builtin_memcpy(scratch_.weights[row + r] + key, scores + r * kKeys, kKeys * sizeof(float));
     }
   }
 
@@ -238,7 +293,7 @@ class FewRowsAttention {
 
   void AdjustScores(const KeyList& list, int row, int64_t begin, int64_t end) {
     const Sequence& sequence = *task_.sequence;
-    const int64_t token = (task_.row_begin + row) / problem_.group_size;
+    const int64_t token = (task_.row_begin + row % num_rows_) / problem_.group_size;
     const Int diagonal =
         SplatInt(static_cast<int32_t>(token + sequence.length - sequence.num_queries));
     for (int64_t i = begin; i < end; i += kWidth) {
@@ -264,6 +319,8 @@ class FewRowsAttention {
     const int64_t last = OffsetOf(vector + kVectors - 1);
     for (int64_t key = begin; key < end; ++key) {
       const Bits* p = reinterpret_cast<const Bits*>(list.value[key]);
+      Prefetch<kVectors * kWidth * sizeof(Bits)>(upcoming_->value[Min(key, upcoming_->size - 1)] +
+                                                 vector * kWidth * sizeof(Bits));
       Float value[kVectors];
       for (int v = 0; v < kVectors - 1; ++v) value[v] = LoadAs<Format>(p + (vector + v) * kWidth);
       value[kVectors - 1] = LoadAs<Format>(p + last);
@@ -280,8 +337,10 @@ class FewRowsAttention {
   const AttentionProblem& problem_;
   const AttentionTask& task_;
   FewRowsScratch& scratch_;
-  int64_t head_size_, last_offset_;
-  int32_t overlap_;  // lanes of the last vector that the one before covers
+  int64_t head_size_, last_offset_, chunk_keys_, row_bytes_;
+  int64_t position_, head_;  // of what comes after the current chunk
+  const KeyList* upcoming_;  // and its keys
+  int32_t overlap_;          // lanes of the last vector that the one before covers
   int num_vectors_, num_rows_;
   float softcap_;
   bool alibi_;

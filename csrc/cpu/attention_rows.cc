@@ -49,27 +49,29 @@ void StoreOut(const AttentionProblem& problem, int64_t token, int64_t head, cons
 
 }  // namespace
 
-void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t row,
-               float* values) {
+void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
+               int64_t row, float* values) {
   const QueryView& q = problem.q;
   const int64_t token = task.sequence->first_query + row / problem.group_size;
-  const int64_t head = task.kv_head * problem.group_size + row % problem.group_size;
+  const int64_t head = kv_head * problem.group_size + row % problem.group_size;
   WithFormat(q.dtype, [&](auto format) {
     LoadRow<decltype(format)>(RowAt(q, token, head), q.stride_dim, problem.head_size, values);
   });
 }
 
-void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t row,
-               const float* values, RowState state) {
+void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
+               int64_t row, const float* values, RowState state) {
   if (task.partial != nullptr) {
-    float* partial = task.partial + (row - task.row_begin) * PartialStride(problem.head_size);
+    const int64_t index =
+        (kv_head - task.kv_head_begin) * (task.row_end - task.row_begin) + row - task.row_begin;
+    float* partial = task.partial + index * PartialStride(problem.head_size);
     partial[0] = state.top;
     partial[1] = state.sum;
     std::memcpy(partial + 2, values, problem.head_size * sizeof(float));
     return;
   }
   const int64_t token = task.sequence->first_query + row / problem.group_size;
-  const int64_t head = task.kv_head * problem.group_size + row % problem.group_size;
+  const int64_t head = kv_head * problem.group_size + row % problem.group_size;
   const float sink = problem.Sink(head);
   if (state.sum == 0.0f) {  // no key was seen, or only keys of score -inf
     StoreZeros(problem, token, head, sink);
@@ -83,7 +85,7 @@ void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64
     total = state.sum * factor + std::exp2(score - top);
   }
   StoreOut(problem, token, head, values,
-           factor / total * problem.ValueScale(*task.sequence, task.kv_head));
+           factor / total * problem.ValueScale(*task.sequence, kv_head));
   problem.StoreLse(token, head, top * kLn2 + std::log(total));
 }
 
@@ -96,23 +98,25 @@ void StoreZeros(const AttentionProblem& problem, int64_t token, int64_t head, fl
 void MergeParts(const AttentionProblem& problem, const AttentionTask& task, const float* partials,
                 int64_t num_parts) {
   const int64_t stride = PartialStride(problem.head_size);
-  const int64_t part_stride = stride * (task.row_end - task.row_begin);
+  const int64_t part_stride = PartSize(task, problem.head_size);
   AttentionTask whole = task;
   whole.partial = nullptr;
-  for (int64_t row = task.row_begin; row < task.row_end; ++row) {
-    const float* part = partials + (row - task.row_begin) * stride;
-    float values[256] = {};
-    RowState state = {-kInfinity, 0.0f};
-    for (int64_t p = 0; p < num_parts; ++p) {
-      state.top = std::fmax(state.top, part[p * part_stride]);
+  for (int64_t kv_head = task.kv_head_begin; kv_head < task.kv_head_end; ++kv_head) {
+    for (int64_t row = task.row_begin; row < task.row_end; ++row, partials += stride) {
+      float values[256] = {};
+      RowState state = {-kInfinity, 0.0f};
+      for (int64_t p = 0; p < num_parts; ++p) {
+        state.top = std::fmax(state.top, partials[p * part_stride]);
+      }
+      for (int64_t p = 0; p < num_parts; ++p) {
+        const float* part = partials + p * part_stride;
+        if (part[1] == 0.0f) continue;  // saw no key
+        const float factor = std::exp2(part[0] - state.top);
+        state.sum += part[1] * factor;
+        for (int64_t d = 0; d < problem.head_size; ++d) values[d] += part[2 + d] * factor;
+      }
+      FinishRow(problem, whole, kv_head, row, values, state);
     }
-    for (int64_t p = 0; p < num_parts; ++p, part += part_stride) {
-      if (part[1] == 0.0f) continue;  // saw no key
-      const float factor = std::exp2(part[0] - state.top);
-      state.sum += part[1] * factor;
-      for (int64_t d = 0; d < problem.head_size; ++d) values[d] += part[2 + d] * factor;
-    }
-    FinishRow(problem, whole, row, values, state);
   }
 }
 

@@ -6,7 +6,7 @@ namespace flashxla {
 namespace {
 
 // Tasks for each thread, so that uneven ones even out.
-constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kTasksPerThread = 8;
 
 // A part of a split has at least this many keys: merging must stay cheap beside it.
 constexpr int64_t kMinSplitKeys = 256;
@@ -14,105 +14,129 @@ constexpr int64_t kMinSplitKeys = 256;
 // What a key costs even with a single row: its bytes must come from memory.
 constexpr int64_t kMinRowCost = 16;
 
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t CostOf(const AttentionTask& task) {
+  return (task.key_end - task.key_begin) * (task.kv_head_end - task.kv_head_begin) *
+         std::max(task.row_end - task.row_begin, kMinRowCost);
+}
+
 class TaskMaker {
  public:
-  TaskMaker(const AttentionProblem& problem, const AttentionEngine& engine)
-      : problem_(problem), engine_(engine) {
+  TaskMaker(const AttentionProblem& problem, const AttentionEngine& engine, int64_t wanted)
+      : problem_(problem), engine_(engine), wanted_(wanted) {
     in_place_ = problem.k.stride_dim == 1 && problem.v.stride_dim == 1 &&
                 problem.head_size >= engine.min_head_size;
   }
 
-  // One task for each KV head and block of rows.
-  std::vector<AttentionTask> Make(int64_t block_rows) const {
-    std::vector<AttentionTask> tasks;
-    for (const Sequence& sequence : problem_.sequences) {
-      const int64_t num_rows = sequence.num_queries * problem_.group_size;
-      const bool few_rows = in_place_ && num_rows <= engine_.max_few_rows;
-      for (int64_t row = 0; row < num_rows; row += block_rows) {
-        AttentionTask task = {};
-        task.sequence = &sequence;
-        task.row_begin = row;
-        task.row_end = std::min(row + block_rows, num_rows);
-        task.key_begin = problem_.Visible(sequence, row / problem_.group_size).begin;
-        task.key_end = problem_.Visible(sequence, (task.row_end - 1) / problem_.group_size).end;
-        task.key_end = std::max(task.key_begin, task.key_end);
-        task.few_rows = few_rows;
-        task.split = -1;
-        task.cost = Cost(task);
-        for (task.kv_head = 0; task.kv_head < problem_.num_kv_heads; ++task.kv_head) {
-          tasks.push_back(task);
-        }
-      }
+  AttentionTasks Make() {
+    // Large blocks of rows and many KV heads at once use the memory best; smaller ones keep more
+    // threads busy. Dividing the keys comes last, because the parts have to be merged.
+    int64_t block_rows = engine_.max_tile_rows(problem_.head_size);
+    int64_t few_rows_heads = engine_.max_few_rows_task;
+    AddBlocks(block_rows, few_rows_heads);
+    while (NumParts() < wanted_ && (block_rows > engine_.panel_rows || few_rows_heads > 1)) {
+      block_rows = std::max(block_rows / 2, engine_.panel_rows);
+      few_rows_heads = std::max<int64_t>(few_rows_heads / 2, 1);
+      AddBlocks(block_rows, few_rows_heads);
     }
-    return tasks;
-  }
-
-  static int64_t Cost(const AttentionTask& task) {
-    return (task.key_end - task.key_begin) * std::max(task.row_end - task.row_begin, kMinRowCost);
+    AttentionTasks result = SplitKeys();
+    std::sort(result.tasks.begin(), result.tasks.end(),
+              [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
+    return result;
   }
 
  private:
+  // Cuts the call into blocks of rows and KV heads.
+  void AddBlocks(int64_t block_rows, int64_t few_rows_heads) {
+    blocks_.clear();
+    total_cost_ = 0;
+    for (const Sequence& sequence : problem_.sequences) {
+      const int64_t num_rows = sequence.num_queries * problem_.group_size;
+      AttentionTask task = {};
+      task.sequence = &sequence;
+      task.split = -1;
+      task.few_rows = in_place_ && num_rows <= engine_.max_few_rows;
+      int64_t heads = 1;
+      if (task.few_rows) {
+        heads = std::min(few_rows_heads, engine_.max_few_rows_task / num_rows);
+        heads = CeilDiv(problem_.num_kv_heads, CeilDiv(problem_.num_kv_heads, heads));
+      }
+      for (int64_t row = 0; row < num_rows; row += block_rows) {
+        task.row_begin = row;
+        task.row_end = std::min(row + block_rows, num_rows);
+        task.key_begin = problem_.Visible(sequence, row / problem_.group_size).begin;
+        task.key_end =
+            std::max(task.key_begin,
+                     problem_.Visible(sequence, (task.row_end - 1) / problem_.group_size).end);
+        for (int64_t head = 0; head < problem_.num_kv_heads; head += heads) {
+          task.kv_head_begin = head;
+          task.kv_head_end = std::min(head + heads, problem_.num_kv_heads);
+          task.cost = CostOf(task);
+          total_cost_ += task.cost;
+          blocks_.push_back(task);
+        }
+      }
+    }
+  }
+
+  int64_t PartsOf(const AttentionTask& block) const {
+    if (wanted_ == 1) return 1;
+    const int64_t most = (block.key_end - block.key_begin) / kMinSplitKeys;
+    const int64_t target = std::max<int64_t>(total_cost_ / wanted_, 1);
+    return std::max<int64_t>(std::min(most, block.cost / target), 1);
+  }
+
+  int64_t NumParts() const {
+    int64_t parts = 0;
+    for (const AttentionTask& block : blocks_) parts += PartsOf(block);
+    return parts;
+  }
+
+  AttentionTasks SplitKeys() const {
+    AttentionTasks result;
+    int64_t partials = 0;
+    for (const AttentionTask& block : blocks_) {
+      const int64_t num_parts = PartsOf(block);
+      if (num_parts > 1) partials += num_parts * PartSize(block, problem_.head_size);
+    }
+    result.partials.resize(partials);
+    partials = 0;
+    for (const AttentionTask& block : blocks_) {
+      const int64_t num_parts = PartsOf(block);
+      if (num_parts == 1) {
+        result.tasks.push_back(block);
+        continue;
+      }
+      AttentionTask part = block;
+      part.split = static_cast<int64_t>(result.splits.size());
+      result.splits.push_back({num_parts, partials});
+      const int64_t num_keys = block.key_end - block.key_begin;
+      for (int64_t i = 0; i < num_parts; ++i) {
+        part.key_begin = block.key_begin + num_keys * i / num_parts;
+        part.key_end = block.key_begin + num_keys * (i + 1) / num_parts;
+        part.partial = result.partials.data() + partials;
+        part.cost = CostOf(part);
+        result.tasks.push_back(part);
+        partials += PartSize(block, problem_.head_size);
+      }
+    }
+    return result;
+  }
+
   const AttentionProblem& problem_;
   const AttentionEngine& engine_;
-  bool in_place_;
+  const int64_t wanted_;
+  bool in_place_;  // keys and values can be read without copying them first
+  std::vector<AttentionTask> blocks_;
+  int64_t total_cost_ = 0;
 };
-
-void SplitKeys(const AttentionTask& task, int64_t num_parts, int64_t head_size,
-               AttentionTasks* result) {
-  const int64_t num_rows = task.row_end - task.row_begin;
-  const int64_t part_size = num_rows * PartialStride(head_size);
-  AttentionTask part = task;
-  part.split = static_cast<int64_t>(result->splits.size());
-  const int64_t partials = static_cast<int64_t>(result->partials.size());
-  result->splits.push_back({num_parts, partials});
-  result->partials.resize(partials + num_parts * part_size);
-  const int64_t num_keys = task.key_end - task.key_begin;
-  for (int64_t i = 0; i < num_parts; ++i) {
-    part.key_begin = task.key_begin + num_keys * i / num_parts;
-    part.key_end = task.key_begin + num_keys * (i + 1) / num_parts;
-    part.cost = TaskMaker::Cost(part);
-    result->tasks.push_back(part);
-  }
-}
 
 }  // namespace
 
 AttentionTasks MakeTasks(const AttentionProblem& problem, const AttentionEngine& engine,
                          int64_t num_threads) {
-  const TaskMaker maker(problem, engine);
-  const int64_t wanted = num_threads == 1 ? 1 : num_threads * kTasksPerThread;
-  int64_t block_rows = engine.max_panel_rows;
-  std::vector<AttentionTask> tasks = maker.Make(block_rows);
-  while (static_cast<int64_t>(tasks.size()) < wanted && block_rows > engine.panel_rows) {
-    block_rows -= engine.panel_rows;
-    tasks = maker.Make(block_rows);
-  }
-
-  AttentionTasks result;
-  result.tasks.reserve(tasks.size());
-  int64_t total = 0;
-  for (const AttentionTask& task : tasks) total += task.cost;
-  const int64_t target = std::max<int64_t>(total / wanted, 1);
-  for (const AttentionTask& task : tasks) {
-    const int64_t most = (task.key_end - task.key_begin) / kMinSplitKeys;
-    const int64_t num_parts = std::min(most, task.cost / target);
-    if (wanted == 1 || num_parts < 2) {
-      result.tasks.push_back(task);
-    } else {
-      SplitKeys(task, num_parts, problem.head_size, &result);
-    }
-  }
-  // The vector does not grow any more: the tasks can point into it.
-  std::vector<int64_t> next_part(result.splits.size(), 0);
-  for (AttentionTask& task : result.tasks) {
-    if (task.split < 0) continue;
-    const int64_t part_size = (task.row_end - task.row_begin) * PartialStride(problem.head_size);
-    task.partial = result.partials.data() + result.splits[task.split].partials +
-                   next_part[task.split]++ * part_size;
-  }
-  std::sort(result.tasks.begin(), result.tasks.end(),
-            [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
-  return result;
+  return TaskMaker(problem, engine, num_threads == 1 ? 1 : num_threads * kTasksPerThread).Make();
 }
 
 }  // namespace flashxla

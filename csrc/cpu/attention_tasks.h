@@ -25,6 +25,12 @@ struct AttentionTasks {
 // Floats of one row of a part: top, sum, values.
 inline int64_t PartialStride(int64_t head_size) { return head_size + 2; }
 
+// Floats of a part: its KV heads' rows.
+inline int64_t PartSize(const AttentionTask& task, int64_t head_size) {
+  return (task.kv_head_end - task.kv_head_begin) * (task.row_end - task.row_begin) *
+         PartialStride(head_size);
+}
+
 // Cuts so that `num_threads` threads have something to do.
 AttentionTasks MakeTasks(const AttentionProblem& problem, const AttentionEngine& engine,
                          int64_t num_threads);

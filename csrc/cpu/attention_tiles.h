@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kPanelVectors = 3;
 constexpr int kPanelRows = kPanelVectors * kWidth;
-constexpr int kMaxPanels = 4;
+constexpr int kMaxPanels = 8;
 constexpr int kMaxRows = kMaxPanels * kPanelRows;
 constexpr int kTileKeys = KeyList::kMaxKeys;
 
@@ -29,6 +29,9 @@ static_assert(kPanelRows % kValueRows == 0 && kTileKeys % kScoreKeys == 0);
 // cache, and a constant, so that the inner loops need no address arithmetic.
 constexpr int kTileStride = 256 + 16;
 static_assert(256 % kValueBlock == 0);
+
+// As many rows as leave room for the tiles in the second-level cache.
+int64_t MaxTileRows(int64_t head_size) { return head_size <= 128 ? kMaxRows : kMaxRows / 2; }
 
 // Where attend_tiles works; see TileScratch::Bytes.
 struct TileScratch {
@@ -48,7 +51,8 @@ struct TileScratch {
   }
   static int64_t Bytes(int64_t head_size) {
     return static_cast<int64_t>(sizeof(TileScratch)) + 64 +
-           4 * (2 * kTileKeys * kTileStride + kMaxRows * (head_size + PaddedHeadSize(head_size)));
+           4 * (2 * kTileKeys * kTileStride +
+                MaxTileRows(head_size) * (head_size + PaddedHeadSize(head_size)));
   }
 };
 
@@ -77,22 +81,40 @@ bool LoadRow(const char* bytes, int64_t stride, int64_t n, float* dst) {
   return largest < 0x7f800000;
 }
 
+// Fetches the next tile's rows little by little, while the arithmetic of this one goes on.
+struct Prefetcher {
+  const KeyList* list;
+  int64_t row_bytes, rows_per_step, next;
+
+  void Step() {
+    for (const int64_t end = Min(next + rows_per_step, list->size); next < end; ++next) {
+      for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+        __builtin_prefetch(list->key[next] + byte, 0, 2);
+        __builtin_prefetch(list->value[next] + byte, 0, 2);
+      }
+    }
+  }
+};
+
 // weights[key][row] = dot(keys[key], queries[.][row]) for keys [begin, end), both multiples of
 // kScoreKeys, and the first kVectors vectors of rows.
 template <int kVectors>
 void ScorePanel(const float* keys, const float* queries, int64_t head_size, int64_t begin,
-                int64_t end, float (*weights)[kPanelRows]) {
+                int64_t end, float (*weights)[kPanelRows], Prefetcher* prefetcher) {
   for (int64_t key = begin; key < end; key += kScoreKeys) {
+    prefetcher->Step();
     const float* a = keys + key * kTileStride;
     const float* b = queries;
     Float c[kScoreKeys][kVectors] = {};
     for (int64_t d = 0; d < head_size; ++d, ++a, b += kPanelRows) {
       Float lanes[kVectors];
       for (int v = 0; v < kVectors; ++v) lanes[v] = Load(b + v * kWidth);
+#pragma GCC unroll 16
       for (int m = 0; m < kScoreKeys; ++m) {
         for (int v = 0; v < kVectors; ++v) c[m][v] += a[m * kTileStride] * lanes[v];
       }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < kScoreKeys; ++m) {
       for (int v = 0; v < kVectors; ++v) Store(weights[key + m] + v * kWidth, c[m][v]);
     }
@@ -105,6 +127,7 @@ template <int kRows>
 void AddValues(const float* values, const float* weights, const float* decay, int64_t begin,
                int64_t end, float* out, int64_t out_stride) {
   Float c[kRows][kValueVectors];
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
     for (int v = 0; v < kValueVectors; ++v) {
       c[m][v] = decay[m] * Load(out + m * out_stride + v * kWidth);
@@ -115,10 +138,12 @@ void AddValues(const float* values, const float* weights, const float* decay, in
   for (int64_t key = begin; key < end; ++key, a += kPanelRows, b += kTileStride) {
     Float lanes[kValueVectors];
     for (int v = 0; v < kValueVectors; ++v) lanes[v] = Load(b + v * kWidth);
+#pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       for (int v = 0; v < kValueVectors; ++v) c[m][v] += a[m] * lanes[v];
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
     for (int v = 0; v < kValueVectors; ++v) Store(out + m * out_stride + v * kWidth, c[m][v]);
   }
@@ -154,7 +179,7 @@ class TileAttention {
         reinterpret_cast<float*>(static_cast<char*>(memory) + (sizeof(TileScratch) + 63) / 64 * 64);
     scratch_.keys = p, p += kTileKeys * kTileStride;
     scratch_.values = p, p += kTileKeys * kTileStride;
-    scratch_.out = p, p += kMaxRows * padded_head_size_;
+    scratch_.out = p, p += MaxTileRows(head_size_) * padded_head_size_;
     scratch_.queries = p;
     softcap_ = static_cast<float>(problem.args->softcap);
     alibi_ = problem.args->alibi_slopes.data != nullptr;
@@ -163,29 +188,45 @@ class TileAttention {
   template <typename Format>
   void Run() {
     LoadQueries();
-    KeyList list;
-    for (int64_t next = task_.key_begin; next < task_.key_end;) {
-      problem_.ListKeys(*task_.sequence, task_.kv_head, &next, task_.key_end, kTileKeys, &list);
-      if (list.size == 0) continue;
+    KeyList lists[2];
+    KeyList *now = &lists[0], *next = &lists[1];
+    int64_t position = task_.key_begin;
+    for (ListTile(&position, now); now->size > 0;) {
       bool finite = true;
-      for (int64_t i = 0; i < list.size; ++i) {
-        LoadRow<Format>(list.key[i], problem_.k.stride_dim, head_size_,
+      for (int64_t i = 0; i < now->size; ++i) {
+        LoadRow<Format>(now->key[i], problem_.k.stride_dim, head_size_,
                         scratch_.keys + i * kTileStride);
-        finite &= LoadRow<Format>(list.value[i], problem_.v.stride_dim, head_size_,
+        finite &= LoadRow<Format>(now->value[i], problem_.v.stride_dim, head_size_,
                                   scratch_.values + i * kTileStride);
       }
-      for (int64_t panel = 0; panel < num_panels_; ++panel) AttendPanel(list, panel, finite);
+      ListTile(&position, next);
+      prefetcher_.row_bytes = head_size_ * static_cast<int64_t>(sizeof(typename Format::Bits));
+      prefetcher_.rows_per_step = (kScoreKeys + num_panels_ - 1) / num_panels_;
+      prefetcher_.next = 0;
+      prefetcher_.list = next;
+      for (int64_t panel = 0; panel < num_panels_; ++panel) AttendPanel(*now, panel, finite);
+      KeyList* done = now;
+      now = next, next = done;
     }
     for (int64_t row = 0; row < num_rows_; ++row) {
-      FinishRow(problem_, task_, task_.row_begin + row, scratch_.out + row * padded_head_size_,
-                {scratch_.top[row], scratch_.sum[row]});
+      FinishRow(problem_, task_, task_.kv_head_begin, task_.row_begin + row,
+                scratch_.out + row * padded_head_size_, {scratch_.top[row], scratch_.sum[row]});
     }
   }
 
  private:
+  // Lists the keys of the next tile; none when all are done.
+  void ListTile(int64_t* position, KeyList* list) const {
+    list->size = 0;
+    while (list->size == 0 && *position < task_.key_end) {
+      problem_.ListKeys(*task_.sequence, task_.kv_head_begin, position, task_.key_end, kTileKeys,
+                        list);
+    }
+  }
+
   void LoadQueries() {
     const Sequence& sequence = *task_.sequence;
-    const float scale = problem_.ScoreScale(sequence, task_.kv_head);
+    const float scale = problem_.ScoreScale(sequence, task_.kv_head_begin);
     // Scores are in base 2, or in units of the softcap.
     const float factor = softcap_ > 0.0f ? scale / softcap_ : scale * kLog2E;
     float* row_values = scratch_.keys;
@@ -195,8 +236,9 @@ class TileAttention {
       // Rows beyond the last one see what it sees, and are computed but not stored.
       const int64_t real_row = task_.row_begin + Min(row, num_rows_ - 1);
       const int64_t i = real_row / problem_.group_size;
-      const int64_t head = task_.kv_head * problem_.group_size + real_row % problem_.group_size;
-      LoadQuery(problem_, task_, real_row, row_values);
+      const int64_t head =
+          task_.kv_head_begin * problem_.group_size + real_row % problem_.group_size;
+      LoadQuery(problem_, task_, task_.kv_head_begin, real_row, row_values);
       for (int64_t d = 0; d < head_size_; ++d) lane[d * kPanelRows] = row_values[d] * factor;
       const KeyRange range = problem_.Visible(sequence, i);
       scratch_.visible_begin[row] = static_cast<int32_t>(Min(range.begin, sequence.num_keys));
@@ -265,7 +307,8 @@ class TileAttention {
   void WeighKeys(const KeyList& list, int64_t row, int64_t begin, int64_t end, bool masked) {
     ScorePanel<kVectors>(scratch_.keys, scratch_.queries + row * head_size_, head_size_,
                          begin / kScoreKeys * kScoreKeys,
-                         (end + kScoreKeys - 1) / kScoreKeys * kScoreKeys, scratch_.weights);
+                         (end + kScoreKeys - 1) / kScoreKeys * kScoreKeys, scratch_.weights,
+                         &prefetcher_);
     if (softcap_ > 0.0f || alibi_ || masked) {
       for (int v = 0; v < kVectors; ++v) AdjustScores(list, row, v * kWidth, begin, end, masked);
     }
@@ -326,6 +369,7 @@ class TileAttention {
   int64_t head_size_, padded_head_size_, num_rows_, num_panels_;
   float softcap_;
   bool alibi_;
+  Prefetcher prefetcher_;
 };
 
 void AttendTiles(const AttentionProblem& problem, const AttentionTask& task, void* scratch) {
