@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,12 +136,27 @@ STRATEGIES = (
 def run(options: Options) -> list[Row]:
     """One row for each (strategy, mode, size): see `strategy_process.measure` for its fields.
 
-    A strategy runs in a process of its own, so that one which crashes takes no other along.
+    They run in another process. If a strategy crashes it, that is the strategy's result, and a new process
+    goes on with the next one.
     """
     sizes = QUICK_SIZES if options.quick else _sizes_that_fit(SIZES)
     names = [strategy.name for strategy in STRATEGIES]
-    groups = [names] if options.quick else [[name] for name in names]
-    return [row for group in groups for row in _run_process(group, sizes, options)]
+    rows: list[Row] = []
+    while names:
+        new, last_words = _run_process(names, sizes, options)
+        rows += new
+        measured = {(row["strategy"], row["mode"]) for row in new}
+        missing = [(name, mode) for name in names for mode in MODES if (name, mode) not in measured]
+        if not missing:
+            break
+        crashed = missing[0][0]
+        rows += [
+            {"strategy": name, "mode": mode, "works": False, "error": last_words}
+            for name, mode in missing
+            if name == crashed
+        ]
+        names = names[names.index(crashed) + 1 :]
+    return rows
 
 
 def _sizes_that_fit(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,7 +171,8 @@ def _sizes_that_fit(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return fitting
 
 
-def _run_process(names: list[str], sizes: tuple[int, ...], options: Options) -> Iterator[Row]:
+def _run_process(names: list[str], sizes: tuple[int, ...], options: Options) -> tuple[list[Row], str]:
+    """What a process could measure, and what it said in the end."""
     print(f"strategies: {', '.join(names)}", file=sys.stderr)
     request = {
         "strategies": names,
@@ -165,20 +181,13 @@ def _run_process(names: list[str], sizes: tuple[int, ...], options: Options) -> 
         "rounds": options.rounds,
         "seconds": 0.1 if options.quick else 8.0,
     }
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "NPROC": str(options.threads)}
     process = subprocess.run(
         [sys.executable, "-m", "flashxla.bench.strategy_process", json.dumps(request)],
-        env=environment,
+        env={**os.environ, "PJRT_DEVICE": "CPU", "NPROC": str(options.threads)},
         capture_output=True,
         check=False,
         text=True,
     )
     rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    yield from rows
-    measured = {(row["strategy"], row["mode"]) for row in rows}
-    last_words = (process.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-    for name in names:
-        for mode in MODES:
-            if (name, mode) not in measured:
-                error = f"the process ended with {process.returncode}: {last_words}"
-                yield {"strategy": name, "mode": mode, "works": False, "error": error}
+    last_line = (process.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+    return rows, f"the process ended with {process.returncode}: {last_line}"

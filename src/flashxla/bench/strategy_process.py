@@ -74,10 +74,11 @@ def measure(
 
     seconds: the median time of one write, XLA's fixed costs of a step included. The sizes take turns, round
     by round; growth is the median over the rounds of this size's time by the smallest size's.
-    extra_bytes: how far the process's resident memory rose above its level during two writes, the caches
+    extra_bytes: how far the process's resident memory rose above its level during one write, the caches
     themselves aside (the kernel's own high-water mark, reset before), or null where it cannot be reset.
     """
     torch._dynamo.reset()
+    gc.collect()
     write = strategy.write
     if mode == "openxla":
         # A function around it, since torch.compile always looks into the one that it is given.
@@ -88,7 +89,8 @@ def measure(
         writer.write()
         right = writer.is_right(everything=size == sizes[0])
         before = writer.pointers()
-        extra, stays = _extra_bytes(writer, before)
+        extra = _extra_bytes(writer)
+        stays = writer.pointers() == before
         rows.append({"bytes": size, "works": right, "extra_bytes": extra, "pointer_stays": stays})
         if not right:
             rows[-1]["error"] = "the caches do not hold the tokens"
@@ -103,15 +105,12 @@ def measure(
     return rows
 
 
-def _extra_bytes(writer: Writer, pointers: list[int]) -> tuple[int | None, bool]:
+def _extra_bytes(writer: Writer) -> int | None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps for later would hide the next allocation
     level = machine.reset_peak_memory()
-    stays = True
-    for _ in range(2):
-        writer.write()
-        stays = stays and writer.pointers() == pointers
-    return None if level is None else max(0, machine.peak_memory() - level), stays
+    writer.write()
+    return None if level is None else max(0, machine.peak_memory() - level)
 
 
 def _interleaved_times(writers: list[Writer], rounds: int, seconds: float) -> list[list[list[float]]]:
@@ -122,11 +121,11 @@ def _interleaved_times(writers: list[Writer], rounds: int, seconds: float) -> li
         if i >= _MIN_ROUNDS and time.perf_counter() - start > seconds:
             break
         for writer, of_writer in zip(writers, times, strict=True):
-            writer.write()  # the one before it has emptied the processor's caches
             samples = [writer.write()]
             while sum(samples) < min(_ROUND_SECONDS, seconds / len(writers)):
                 samples.append(writer.write())
-            of_writer.append(samples)
+            # The first of several short ones finds the processor's caches filled by another writer.
+            of_writer.append(samples[1:] or samples)
     return times
 
 
