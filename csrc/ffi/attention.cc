@@ -42,18 +42,12 @@ struct Attention {
   };
 };
 
-ffi::Error Execute(PlatformContext context, ffi::RemainingArgs operands,
-                   ffi::RemainingRets results, ffi::Dictionary attrs) {
-  flashxla_attention_args args = {};
-  if (auto error = Decode<Attention>(operands, results, attrs, &args); error.failure()) {
-    return error;
-  }
-  return Run(FLASHXLA_FUNCTION(attention), args, context);
+ffi::Error Handle(PlatformContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                  ffi::Dictionary attrs) {
+  return Execute<Attention>(FLASHXLA_FUNCTION(attention), context, operands, results, attrs);
 }
 
 }  // namespace
 }  // namespace flashxla
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    flashxla_ffi_attention, flashxla::Execute,
-    flashxla::BindPlatform().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashxla_ffi_attention, flashxla::Handle, flashxla::BindOperation());

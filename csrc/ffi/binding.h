@@ -5,12 +5,16 @@
 //              that tells which (bit i: the i-th tensor of kInputs)
 //   results    in the order of kResults; trailing ones may be left out. A result that updates an
 //              operand in place is aliased to it (output_to_operand_aliasing)
-//   attributes the scalars of the struct by name, i64 or f64
+//   attributes the scalars of the struct by name, i64 or f64; `op` and `arguments` say what the
+//   caller
+//              calls the operation and, separated by commas, each tensor of kInputs
 #ifndef FLASHXLA_CSRC_FFI_BINDING_H_
 #define FLASHXLA_CSRC_FFI_BINDING_H_
 
+#include <algorithm>
 #include <array>
 #include <string>
+#include <string_view>
 
 #include "flashxla/common.h"
 #include "xla/ffi/api/ffi.h"
@@ -33,15 +37,32 @@ struct ScalarField {
 
 inline bool SetDtype(ffi::DataType dtype, flashxla_tensor* tensor) {
   switch (dtype) {
-    case ffi::DataType::F32: tensor->dtype = FLASHXLA_F32; return true;
-    case ffi::DataType::F16: tensor->dtype = FLASHXLA_F16; return true;
-    case ffi::DataType::BF16: tensor->dtype = FLASHXLA_BF16; return true;
-    case ffi::DataType::F8E4M3FN: tensor->dtype = FLASHXLA_F8E4M3; return true;
-    case ffi::DataType::F8E5M2: tensor->dtype = FLASHXLA_F8E5M2; return true;
-    case ffi::DataType::U8: tensor->dtype = FLASHXLA_U8; return true;
-    case ffi::DataType::S32: tensor->dtype = FLASHXLA_I32; return true;
-    case ffi::DataType::S64: tensor->dtype = FLASHXLA_I64; return true;
-    default: return false;
+    case ffi::DataType::F32:
+      tensor->dtype = FLASHXLA_F32;
+      return true;
+    case ffi::DataType::F16:
+      tensor->dtype = FLASHXLA_F16;
+      return true;
+    case ffi::DataType::BF16:
+      tensor->dtype = FLASHXLA_BF16;
+      return true;
+    case ffi::DataType::F8E4M3FN:
+      tensor->dtype = FLASHXLA_F8E4M3;
+      return true;
+    case ffi::DataType::F8E5M2:
+      tensor->dtype = FLASHXLA_F8E5M2;
+      return true;
+    case ffi::DataType::U8:
+      tensor->dtype = FLASHXLA_U8;
+      return true;
+    case ffi::DataType::S32:
+      tensor->dtype = FLASHXLA_I32;
+      return true;
+    case ffi::DataType::S64:
+      tensor->dtype = FLASHXLA_I64;
+      return true;
+    default:
+      return false;
   }
 }
 
@@ -107,12 +128,31 @@ ffi::Error Decode(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::
   return ffi::Error::Success();
 }
 
-inline ffi::Error ToError(flashxla_status status) {
-  switch (status) {
-    case FLASHXLA_OK: return ffi::Error::Success();
-    case FLASHXLA_INVALID_ARGUMENT: return ffi::Error::InvalidArgument(flashxla_last_error());
-    default: return ffi::Error(ffi::ErrorCode::kResourceExhausted, flashxla_last_error());
+// The error of a failed call, in the caller's words: a message that starts with the field
+// `seqused_k` of an operation that knows it as `context_lens` starts with that.
+template <typename Op>
+ffi::Error ToError(flashxla_status status, ffi::Dictionary attrs) {
+  if (status == FLASHXLA_OK) return ffi::Error::Success();
+  std::string message = flashxla_last_error();
+  const auto op = attrs.get<std::string_view>("op");
+  const auto arguments = attrs.get<std::string_view>("arguments");
+  if (op.has_value() && arguments.has_value()) {
+    std::string_view rest = *arguments;
+    for (const auto& input : Op::kInputs) {
+      const std::string_view argument = rest.substr(0, rest.find(','));
+      rest.remove_prefix(std::min(rest.size(), argument.size() + 1));
+      const std::string_view field = input.name;
+      if (message.compare(0, field.size(), field) == 0 &&
+          (message[field.size()] == '[' || message[field.size()] == ' ')) {
+        message.replace(0, field.size(), argument);
+        break;
+      }
+    }
+    message = std::string(*op) + ": " + message;
   }
+  return ffi::Error(status == FLASHXLA_INVALID_ARGUMENT ? ffi::ErrorCode::kInvalidArgument
+                                                        : ffi::ErrorCode::kResourceExhausted,
+                    message);
 }
 
 }  // namespace flashxla

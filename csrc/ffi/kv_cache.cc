@@ -27,16 +27,12 @@ struct KvCache {
   static constexpr std::array<ScalarField<Args, double>, 0> kFloats{};
 };
 
-ffi::Error Execute(PlatformContext context, ffi::RemainingArgs operands,
-                   ffi::RemainingRets results, ffi::Dictionary attrs) {
-  flashxla_kv_cache_args args = {};
-  if (auto error = Decode<KvCache>(operands, results, attrs, &args); error.failure()) return error;
-  return Run(FLASHXLA_FUNCTION(kv_cache), args, context);
+ffi::Error Handle(PlatformContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                  ffi::Dictionary attrs) {
+  return Execute<KvCache>(FLASHXLA_FUNCTION(kv_cache), context, operands, results, attrs);
 }
 
 }  // namespace
 }  // namespace flashxla
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    flashxla_ffi_kv_cache, flashxla::Execute,
-    flashxla::BindPlatform().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashxla_ffi_kv_cache, flashxla::Handle, flashxla::BindOperation());

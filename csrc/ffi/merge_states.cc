@@ -21,18 +21,13 @@ struct MergeStates {
   static constexpr std::array<ScalarField<Args, double>, 0> kFloats{};
 };
 
-ffi::Error Execute(PlatformContext context, ffi::RemainingArgs operands,
-                   ffi::RemainingRets results, ffi::Dictionary attrs) {
-  flashxla_merge_states_args args = {};
-  if (auto error = Decode<MergeStates>(operands, results, attrs, &args); error.failure()) {
-    return error;
-  }
-  return Run(FLASHXLA_FUNCTION(merge_states), args, context);
+ffi::Error Handle(PlatformContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                  ffi::Dictionary attrs) {
+  return Execute<MergeStates>(FLASHXLA_FUNCTION(merge_states), context, operands, results, attrs);
 }
 
 }  // namespace
 }  // namespace flashxla
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    flashxla_ffi_merge_states, flashxla::Execute,
-    flashxla::BindPlatform().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashxla_ffi_merge_states, flashxla::Handle,
+                              flashxla::BindOperation());

@@ -46,8 +46,7 @@ const char* flashxla_ffi_register(const void* api, const char* platform) {
     XLA_FFI_Error* error =
         xla::ffi::Ffi::RegisterStaticHandler(runtime, target.name, platform, target.handler);
     if (error == nullptr) continue;
-    message = std::string(target.name) + ": " +
-              xla::ffi::internal::GetErrorMessage(runtime, error);
+    message = std::string(target.name) + ": " + xla::ffi::internal::GetErrorMessage(runtime, error);
     xla::ffi::internal::DestroyError(runtime, error);
     return message.c_str();
   }

@@ -12,8 +12,8 @@ extern "C" {
 FLASHXLA_EXPORT const char* flashxla_ffi_target_name(int64_t i);
 FLASHXLA_EXPORT void* flashxla_ffi_target_handler(int64_t i);
 
-// Registers every target with the XLA runtime behind `api` (an XLA_FFI_Api*) for `platform` ("Host",
-// "CUDA"). Returns NULL, or what went wrong (valid until the next call on this thread).
+// Registers every target with the XLA runtime behind `api` (an XLA_FFI_Api*) for `platform`
+// ("Host", "CUDA"). Returns NULL, or what went wrong (valid until the next call on this thread).
 FLASHXLA_EXPORT const char* flashxla_ffi_register(const void* api, const char* platform);
 
 // major * 1000 + minor of the XLA FFI API: of this library, and of the runtime behind `api`.

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise ImportError("flashxla.jax needs JAX: pip install flashxla, which brings it") from error
 
 from flashxla import jax_calls, ops, setup_custom_call
 from flashxla.ops.op import Aval, Op

@@ -21,10 +21,7 @@ def shape_dtype(aval: Aval) -> jax.ShapeDtypeStruct:
 
 def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The custom call on `operands` (the call's, in its order)."""
-    attributes = {
-        name: np.float64(value) if name in call.native.floats else np.int64(value)
-        for name, value in call.ffi_attributes.items()
-    }
+    attributes = {name: _attribute(value) for name, value in call.ffi_attributes.items()}
     ffi_call = jax.ffi.ffi_call(
         call.native.target,
         [shape_dtype(r) for r in call.results],
@@ -32,3 +29,10 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
         input_output_aliases={operand: result for result, operand in call.aliases},
     )
     return ffi_call(*operands, **attributes)
+
+
+def _attribute(value: int | float | str) -> np.int64 | np.float64 | str:
+    """The handlers decode 64-bit numbers; JAX would make smaller ones of Python's."""
+    if isinstance(value, str):
+        return value
+    return np.float64(value) if isinstance(value, float) else np.int64(value)

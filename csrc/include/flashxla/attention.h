@@ -22,7 +22,8 @@ extern "C" {
 //
 // Index tensors may hold anything; nothing outside the given buffers is touched:
 //   num_seqs         clamped to [0, S]
-//   cu_seqlens_q     a sequence whose [start, end) is not within [0, T], or starts before the end of
+//   cu_seqlens_q     a sequence whose [start, end) is not within [0, T], or starts before the end
+//   of
 //                    an earlier sequence, is skipped: its rows count as outside every sequence
 //   cu_seqlens_k     a sequence whose [start, end) is not within [0, Tk] is skipped likewise
 //   seqused_k        negative: the sequence is skipped; longer than the table or the keys: the keys

@@ -1,7 +1,8 @@
 // flashxla C ABI: types that every operation shares.
 //
 // The ABI knows pointers, strides, sizes and scalars; no XLA, Torch or Python type. Every scalar
-// field is eight bytes wide, so the structs have no padding and are easy to mirror (native.py does).
+// field is eight bytes wide, so the structs have no padding and are easy to mirror (native.py
+// does).
 #ifndef FLASHXLA_COMMON_H_
 #define FLASHXLA_COMMON_H_
 

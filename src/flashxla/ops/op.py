@@ -99,11 +99,12 @@ class Call:
         return self.op.native
 
     @property
-    def ffi_attributes(self) -> dict[str, int | float]:
-        """The attributes of the custom call: the native scalars and which operands are present."""
-        present = {slot for _, slot in self.operands}
-        mask = sum(1 << bit for bit, slot in enumerate(self.native.inputs) if slot in present)
-        return {"operands": mask, **dict(self.attributes)}
+    def ffi_attributes(self) -> dict[str, int | float | str]:
+        """The attributes of the custom call: native scalars, which operands are present, names for messages."""
+        names = {slot: name for name, slot in self.operands}
+        mask = sum(1 << bit for bit, slot in enumerate(self.native.inputs) if slot in names)
+        arguments = ",".join(names.get(slot, "") for slot in self.native.inputs)
+        return {"op": self.op.name, "arguments": arguments, "operands": mask, **dict(self.attributes)}
 
 
 class Inputs:
@@ -188,7 +189,7 @@ class Op:
     def user_message(self, message: str) -> str:
         """A native message with the field that it starts with under its name in this op."""
         for tensor in self.tensors:
-            if message.startswith(tensor.slot) and not message[len(tensor.slot)].isalnum():
+            if message.startswith((f"{tensor.slot}[", f"{tensor.slot} ")):
                 return tensor.name + message[len(tensor.slot) :]
         return message
 
