@@ -14,11 +14,12 @@ from tests.ops.test_kv_cache import Write, arguments_of
 pytestmark = pytest.mark.frontends("torch")
 
 BATCH = ((1, 17), (5, 9), (8, 8))
+# float8 caches are raw bytes here: opcheck compares tensors with torch.allclose, which has no float8.
 WRITES = [
     Write(),
     Write("bf16", "u8:e4m3", scale="H", layout="HND"),
     Write("f16", layout="interleaved", slots=17),
-    Write("f32", "e5m2", layout="packed_HND", scale="1"),
+    Write("f32", "u8:e5m2", layout="packed_HND", scale="1"),
     Write("bf16", layout="packed_NHD", slot_dtype="i32"),
     Write("bf16", layout="stacked"),
 ]
@@ -96,7 +97,8 @@ def test_every_operation_is_checked(frontend: TorchFrontend) -> None:
     """An operation that is added must be added here."""
     schemas = frontend.torch._C._jit_get_all_schemas()
     names = {schema.name.removeprefix("flashxla::") for schema in schemas if "flashxla::" in schema.name}
-    assert {name for name in names if not name.startswith("_")} == {
+    twins = {name for name in names if name.endswith("_functional")}  # of the in-place operations
+    assert names - twins == {
         "reshape_and_cache_flash",
         "reshape_and_cache",
         "flash_attn_varlen",
