@@ -21,6 +21,21 @@ from flashxla.generate.errors import GenerateError
 ATTENTION = "fx_paged_attention"
 PROBE = "fx_probe"
 
+_MEANINGFUL_ARGUMENTS = ("scaling", "sliding_window", "softcap", "s_aux")
+# Those, and what changes nothing here: no dropout in inference, positions are in the keys already.
+_KNOWN_ARGUMENTS = {
+    *_MEANINGFUL_ARGUMENTS,
+    "dropout",
+    "flashxla_shapes",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -94,8 +109,16 @@ def _probe(
     name = type(module).__name__
     if shapes is None:
         raise GenerateError(f"--model: {name} does not pass keyword arguments on to its attention function")
-    if not getattr(module, "is_causal", True):
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise GenerateError(f"--model: {name} is not causal; accepted: models that generate left to right")
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _KNOWN_ARGUMENTS)
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise GenerateError(
+            f"--model: {name} hands its attention function {', '.join(unknown)}; "
+            f"accepted: {', '.join(_MEANINGFUL_ARGUMENTS)}"
+        )
     if value.shape[-1] > key.shape[-1]:
         raise GenerateError(
             f"--model: {name} has values of size {value.shape[-1]} and keys of size {key.shape[-1]}; "

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
     if args.verify:
         verify.check_options(sampling)
+    _check_device(args)
     quiet = args.json == "-"
     say = functools.partial(print, flush=True) if not quiet else _nothing
 
@@ -100,6 +101,17 @@ def make_limits(args: argparse.Namespace, loaded: LoadedModel) -> Limits:
     )
 
 
+def _check_device(args: argparse.Namespace) -> None:
+    device = args.device or "cpu"
+    if args.frontend != "torch" and args.device:
+        raise GenerateError(
+            f"--device: got {device!r} with --frontend {args.frontend}; accepted: --frontend torch only "
+            "(PyTorch/XLA's device is set by PJRT_DEVICE)"
+        )
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise GenerateError(f"--device: got {device!r}; accepted: cpu, or cuda where PyTorch sees a GPU")
+
+
 def _dtype(args: argparse.Namespace) -> torch.dtype | str:
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
@@ -109,17 +121,9 @@ def _dtype(args: argparse.Namespace) -> torch.dtype | str:
 
 
 def _make_runner(args: argparse.Namespace, loaded: LoadedModel, limits: Limits) -> Runner:
-    if args.frontend != "torch":
-        if args.device:
-            raise GenerateError(
-                f"--device: got {args.device!r} with --frontend {args.frontend}; accepted: --frontend torch "
-                "only (PyTorch/XLA's device is set by PJRT_DEVICE)"
-            )
-        return FRONTENDS[args.frontend](loaded, limits)
-    device = args.device or "cpu"
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise GenerateError(f"--device: got {device!r}; accepted: cpu, or cuda where PyTorch sees a GPU")
-    return TorchRunner(loaded, limits, device)
+    if args.frontend == "torch":
+        return TorchRunner(loaded, limits, args.device or "cpu")
+    return FRONTENDS[args.frontend](loaded, limits)
 
 
 def _record(results: list[Result], streams: list[Detokenizer], token: Token, keep_logits: bool) -> str:

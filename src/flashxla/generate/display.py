@@ -12,6 +12,10 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+# A model's output must not steer the terminal: control characters become their pictures.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_PICTURES |= {code: 0xFFFD for code in range(0x80, 0xA0)}
+
 
 class Display(Protocol):
     """Takes the text of each prompt as it is generated."""
@@ -71,7 +75,7 @@ class RichDisplay:
     """A panel for each prompt, filled as its tokens come, over a progress bar."""
 
     def __init__(self, prompts: list[str], total: int, console: Console) -> None:
-        self._texts = [Text(prompt, style="bold") for prompt in prompts]
+        self._texts = [Text(prompt.translate(_PICTURES), style="bold") for prompt in prompts]
         self._progress = Progress(
             TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
         )
@@ -92,7 +96,7 @@ class RichDisplay:
 
     def show(self, index: int, text: str, finished: bool) -> None:
         """Show more text of a prompt."""
-        self._texts[index].append(text, style="not bold")
+        self._texts[index].append(text.translate(_PICTURES), style="not bold")
         self._counts[index] += 1
         # A prompt that ends early has no more to come: count it as done.
         self._progress.advance(self._task, 1 + (self._each - self._counts[index] if finished else 0))

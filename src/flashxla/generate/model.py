@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ DEFAULT_MODEL = Path(__file__).parent / "default_model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings that look at the batch's longest sequence: a token's value would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Without them a packed batch cannot be told apart, or would be answered with the wrong rows.
+_NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,12 @@ def load(folder: Path, dtype: torch.dtype | str) -> LoadedModel:
             f"--model: {folder} has rotary embeddings of type {', '.join(sorted(rope))}, which depend on the "
             "longest sequence of a batch; accepted: all other types"
         )
-    return LoadedModel(model, AutoTokenizer.from_pretrained(folder), probe_layers(model))
+    missing = _NEEDED_ARGUMENTS - set(inspect.signature(model.forward).parameters)
+    if missing:
+        raise GenerateError(
+            f"--model: {type(model).__name__} takes no {', '.join(sorted(missing))}; accepted: models that do"
+        )
+    return LoadedModel(model, _load_tokenizer(folder), probe_layers(model))
 
 
 def load_weights(folder: Path, dtype: torch.dtype | str, attention: str) -> PreTrainedModel:
@@ -73,6 +81,14 @@ def load_weights(folder: Path, dtype: torch.dtype | str, attention: str) -> PreT
         )
     except (ValueError, OSError) as error:
         raise GenerateError(f"--model: {folder} could not be loaded: {error}") from error
+    except KeyError as error:
+        # Older models look the name up in a table of their own.
+        if attention not in error.args:
+            raise
+        raise GenerateError(
+            f"--model: the model in {folder} does not use transformers' attention interface; "
+            "accepted: models that do"
+        ) from error
     return model.eval()
 
 
@@ -83,6 +99,17 @@ def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
     # Moving to XLA makes new parameters, which unties shared ones.
     model.tie_weights()
     return model
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise GenerateError(f"--model: {folder} has no tokenizer that could be loaded: {error}") from error
+    # For some models transformers makes an empty tokenizer where the files are missing.
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise GenerateError(f"--model: {folder} has no tokenizer; accepted: a folder with tokenizer files")
+    return tokenizer
 
 
 def _rope_types(parameters: dict | None) -> set[str]:

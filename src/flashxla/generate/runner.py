@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -17,7 +16,7 @@ from flashxla.generate.scheduler import Limits
 
 
 class Runner(Protocol):
-    """Runs steps on some device; it owns the weights and the caches there."""
+    """Runs steps on some device. It takes the loaded model over and moves it there."""
 
     device: str
 
@@ -55,8 +54,7 @@ class LazyRunner:
         self._torch_xla = _import_torch_xla()
         device = self._torch_xla.device()
         self.device = str(device)
-        # The caller's model stays on its device.
-        self._model = move(copy.deepcopy(loaded.model), device)
+        self._model = move(loaded.model, device)
         self._caches = [(k.to(device), v.to(device)) for k, v in new_caches(loaded.layers, limits)]
         self._step: Callable[..., torch.Tensor] = functools.partial(run_step, self._model)
         self._torch_xla.sync()

@@ -1,0 +1,74 @@
+"""Small models with random weights, one for each kind of attention that the interface passes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+
+from flashxla.generate.model import DEFAULT_MODEL
+
+_COMMON = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    # Far from the usual 0.02: attention must matter and logits must differ.
+    "initializer_range": 0.3,
+}
+# A window shorter than the prompts, so that leaving it out would show.
+_WINDOW = 7
+CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(
+        **_COMMON, use_sliding_window=True, sliding_window=_WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON | {"head_dim": 24}),
+    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=_WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_COMMON,
+        sliding_window=_WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        query_pre_attn_scalar=8,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=259, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**_COMMON, num_local_experts=4),
+    # Multi-head latent attention: values smaller than keys.
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{name: value for name, value in _COMMON.items() if name not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        first_k_dense_replace=2,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_COMMON, sliding_window=_WINDOW, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+def save(kind: str, folder: Path) -> Path:
+    """Make a model of a kind in a folder, with the default model's tokenizer."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    if kind == "gpt_oss":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, mean=1.0)
+    model.save_pretrained(folder)
+    for path in DEFAULT_MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder

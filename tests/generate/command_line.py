@@ -1,0 +1,22 @@
+"""Runs the command in this process and reads its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from flashxla.generate import cli
+
+
+def run(*options: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(options))
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    code = run(*options, "--json", "-")
+    return code, json.loads(capsys.readouterr().out)

@@ -1,0 +1,133 @@
+"""The command's messages, exit codes and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    FalconConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    PreTrainedConfig,
+)
+
+from tests.generate import checkpoints
+from tests.generate.command_line import run, run_json
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "/nowhere"), "--model: got /nowhere; accepted: a folder that holds a checkpoint"),
+        (("--max-seqs", "9", "--max-batch-tokens", "8"), "--max-batch-tokens: got 8; accepted: at least"),
+        (("--num-blocks", "1", "--prompt", "x" * 20), "prompt 1: got 21 tokens; accepted: at most 16"),
+        (("--prompt", "ok", "x" * 600), "prompt 2: got 601 tokens; accepted: at most 512"),
+        (("--verify", "--temperature", "1"), "--verify: got --temperature 1.0"),
+        (("--top-p", "2"), "--top-p: got 2.0"),
+        (("--device", "tpu"), "--device: got 'tpu'"),
+    ],
+)
+def test_bad_input_is_named(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--frontend", "torch", *options) == 2
+    assert f"flashxla generate: error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--num-blocks", "--max-new-tokens"])
+def test_sizes_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(option, "0")
+    assert f"argument {option}: got '0'; accepted: a whole number >= 1" in capsys.readouterr().err
+
+
+def test_device_is_for_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--frontend", "lazy", "--device", "cuda") == 2
+    assert "--device: got 'cuda' with --frontend lazy" in capsys.readouterr().err
+
+
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    assert run("--frontend", "lazy") == 2
+    assert "pip install 'flashxla[torch-xla]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for module in [name for name in sys.modules if name.startswith("flashxla.generate.")]:
+        if module != "flashxla.generate.cli" and module != "flashxla.generate.errors":
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr("flashxla.generate.command", raising=False)
+    assert run("--frontend", "torch") == 2
+    assert "flashxla[generate,torch]" in capsys.readouterr().err
+
+
+_TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MambaConfig(**_TINY), "has layers of type linear_attention"),
+        (BloomConfig(vocab_size=259, hidden_size=16, n_layer=1, n_head=2), "takes no position_ids"),
+        (FalconConfig(**_TINY), "does not use transformers' attention interface"),
+        (
+            Llama4TextConfig(
+                **_TINY, num_key_value_heads=1, head_dim=8, intermediate_size=16, num_local_experts=1
+            ),
+            "has layers of type chunked_attention",
+        ),
+    ],
+    ids=["mamba", "bloom", "falcon", "llama4"],
+)
+def test_models_that_would_be_answered_wrongly_are_refused(
+    config: PreTrainedConfig, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert run("--frontend", "torch", "--model", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert "error: --model: " in error
+    assert message in error
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoints.save("gpt2", tmp_path)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert run("--frontend", "torch", "--model", str(folder)) == 2
+    assert f"--model: {folder} has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_load_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    BertConfig().save_pretrained(tmp_path)
+    assert run("--frontend", "torch", "--model", str(tmp_path)) == 2
+    assert f"--model: {tmp_path} could not be loaded" in capsys.readouterr().err
+
+
+def test_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--frontend", "torch", "--max-new-tokens", "4", "--ignore-eos", "--prompt", "ab", "cd")
+    assert run(*options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("torch on cpu: nothing compiled, 2 shapes: 8 and 256 tokens")
+    assert lines[1] == "--- prompt 1"
+    assert lines[2].startswith("ab")
+    assert "--- prompt 2" in lines
+    assert lines[-1].startswith("8 tokens in ")
+    assert "tokens/s" in lines[-1]
+
+
+def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    options = ("--frontend", "torch", "--max-new-tokens", "4", "--ignore-eos", "--prompt", "ab")
+    assert run(*options, "--json", str(path)) == 0
+    capsys.readouterr()
+    _, printed = run_json(capsys, *options)
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written["prompts"] == printed["prompts"]
+    assert run(*options, "--json", str(tmp_path / "no" / "out.json")) == 2
+    assert "--json: could not write" in capsys.readouterr().err

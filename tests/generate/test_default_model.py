@@ -1,0 +1,70 @@
+"""The default model: its tokenizer keeps every text, its size its limit, and it writes words."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from flashxla.generate.detokenizer import Detokenizer
+from flashxla.generate.model import DEFAULT_MODEL
+from tests.generate.command_line import run_json
+
+MAX_BYTES = 8_000_000
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+
+
+# Any Unicode text but lone surrogates, which UTF-8 has no bytes for.
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(text=texts)
+def test_tokens_are_the_bytes(text: str) -> None:
+    tokens = tokenizer()(text).input_ids
+    assert tokens == [tokenizer().bos_token_id, *text.encode()]
+    assert tokenizer().decode(tokens, skip_special_tokens=True) == text
+
+
+@given(text=texts, prompt=texts)
+def test_streamed_pieces_are_the_text(text: str, prompt: str) -> None:
+    stream = Detokenizer(tokenizer(), tokenizer()(prompt).input_ids)
+    data = text.encode()
+    pieces = [stream.push(byte, last=position == len(data) - 1) for position, byte in enumerate(data)]
+    # U+FFFD itself cannot be told from the beginning of a character, but it comes out in the end.
+    assert "".join(pieces) == text
+
+
+def test_broken_characters_come_out_at_the_end() -> None:
+    stream = Detokenizer(tokenizer(), tokenizer()("a").input_ids)
+    assert stream.push(0xE2) == ""
+    assert stream.push(0x82, last=True) == "�"
+
+
+def test_weights_fit() -> None:
+    assert (DEFAULT_MODEL / "model.safetensors").stat().st_size <= MAX_BYTES
+    card = (DEFAULT_MODEL / "README.md").read_text(encoding="utf-8")
+    assert "PSF licence" in card
+    assert "train_default_model.py" in card
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", "0.6")], ids=["greedy", "sampled"])
+def test_it_writes_words(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    from pydoc_data.topics import topics
+
+    known = set(re.findall(r"[a-z]+", " ".join(topics.values()).lower()))
+    _, report = run_json(capsys, "--frontend", "torch", "--max-new-tokens", "120", *options)
+    for prompt in report["prompts"]:
+        # The last word may be cut off.
+        words = re.findall(r"[a-z]+", prompt["text"].lower())[:-1]
+        right = [word for word in words if word in known]
+        assert len(words) >= 8, prompt
+        assert len(right) / len(words) >= 0.75, prompt
+        assert len(set(right)) >= 5, prompt
