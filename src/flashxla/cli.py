@@ -17,7 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     from flashxla import __version__
 
-    parser = argparse.ArgumentParser(prog="flashxla", description="Attention and KV-cache ops for LLMs inside XLA.")
+    parser = argparse.ArgumentParser(
+        prog="flashxla", description="Attention and KV-cache ops for LLMs inside XLA."
+    )
     parser.add_argument("--version", action="version", version=f"flashxla {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():

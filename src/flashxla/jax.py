@@ -204,7 +204,7 @@ def _call(op: Op, **arguments: Any) -> list[jax.Array]:
     tensors = {t.name: _array(arguments[t.name]) for t in op.tensors}
     avals = {name: None if x is None else Aval(x.shape, str(x.dtype)) for name, x in tensors.items()}
     call = op.resolve(avals, {s.name: arguments[s.name] for s in op.scalars})
-    return jax_calls.custom_call(call, [tensors[name] for name, _ in call.operands])
+    return jax_calls.custom_call(call, [jnp.asarray(tensors[name]) for name, _ in call.operands])
 
 
 def _array(x: Any) -> jax.Array | None:

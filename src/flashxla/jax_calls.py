@@ -28,7 +28,7 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
         vmap_method="sequential",
         input_output_aliases={operand: result for result, operand in call.aliases},
     )
-    return ffi_call(*operands, **attributes)
+    return list(ffi_call(*operands, **attributes))
 
 
 def _attribute(value: int | float | str) -> np.int64 | np.float64 | str:

@@ -62,7 +62,7 @@ class CContext(ctypes.Structure):
 def args_struct(native: Native) -> type[ctypes.Structure]:
     """flashxla_<name>_args: inputs, then results that are not inputs too, then integers and floats."""
     tensors = dict.fromkeys((*native.inputs, *native.results))
-    fields = [(name, CTensor) for name in tensors]
+    fields: list[tuple[str, Any]] = [(name, CTensor) for name in tensors]
     fields += [(name, ctypes.c_int64) for name in native.integers]
     fields += [(name, ctypes.c_double) for name in native.floats]
     return type(f"flashxla_{native.name}_args", (ctypes.Structure,), {"_fields_": fields})
@@ -98,7 +98,11 @@ class Library:
         return bool(self._cdll.flashxla_check_indices())
 
     def call(
-        self, native: Native, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float], **context: Any
+        self,
+        native: Native,
+        tensors: Mapping[str, CTensor],
+        attributes: Mapping[str, int | float],
+        **context: Any,
     ) -> str | None:
         """Run an operation. Returns None, or the message of an invalid argument."""
         args = args_struct(native)()
@@ -117,7 +121,7 @@ class Library:
     @functools.cached_property
     def ffi_targets(self) -> dict[str, int]:
         """The XLA custom call targets: name -> address of the typed-FFI handler."""
-        targets = {}
+        targets: dict[str, int] = {}
         while name := self._cdll.flashxla_ffi_target_name(len(targets)):
             targets[name.decode()] = self._cdll.flashxla_ffi_target_handler(len(targets))
         return targets

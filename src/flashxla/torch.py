@@ -51,7 +51,15 @@ def reshape_and_cache_flash(
     Semantics of vLLM's reshape_and_cache_flash.
     """
     _OPS.reshape_and_cache_flash(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, _scale(k_scale, key), _scale(v_scale, key), layout
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        kv_cache_dtype,
+        _scale(k_scale, key),
+        _scale(v_scale, key),
+        layout,
     )
 
 

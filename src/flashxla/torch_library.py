@@ -11,7 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import CppFunctionalizeAPI, FunctionalTensorMode, PythonFunctionalizeAPI
+from torch._subclasses.functional_tensor import (
+    CppFunctionalizeAPI,
+    FunctionalTensorMode,
+    PythonFunctionalizeAPI,
+)
 
 from flashxla import native
 from flashxla.ops import OPS, Aval, Call, Op, Tensor
@@ -78,7 +82,9 @@ def _aval(tensor: torch.Tensor | None) -> Aval | None:
     if tensor is None:
         return None
     # An unknown dtype gets its torch name, so that the error can say what came.
-    return Aval(tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."))
+    return Aval(
+        tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+    )
 
 
 # Schemas
@@ -211,7 +217,7 @@ def _functionalize(op: Op) -> None:
     double = getattr(torch.ops.flashxla, f"_{op.name}").default
 
     def lazy(*args: Any, **kwargs: Any) -> None:
-        api = CppFunctionalizeAPI()
+        api: Any = CppFunctionalizeAPI()
         inner = bind(op, api.unwrap_tensors(args), api.unwrap_tensors(kwargs))
         with api.redispatch_to_next():
             new = _tuple(twin(*(inner[p.name] for p in op.parameters)))
@@ -232,7 +238,7 @@ def _functionalize(op: Op) -> None:
         if arguments[op.mutated[0].name].device.type != "xla":
             with mode:
                 return double(*args, **kwargs)
-        api = PythonFunctionalizeAPI(mode)
+        api: Any = PythonFunctionalizeAPI(mode)
         new = _tuple(twin(*api.unwrap_tensors(args), **api.unwrap_tensors(kwargs), donate=True))
         for tensor, update in zip(op.mutated, new, strict=True):
             api.replace(arguments[tensor.name], update)

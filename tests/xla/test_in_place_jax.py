@@ -25,7 +25,9 @@ QUERY = jnp.asarray(np.random.default_rng(1).standard_normal((4, 2 * H, D), dtyp
 CACHE_BYTES = P * B * H * D * 4
 
 
-def layer(query: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array = SLOTS, first_block: Any = 0) -> tuple:
+def layer(
+    query: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array = SLOTS, first_block: Any = 0
+) -> tuple:
     k, v = fx.reshape_and_cache_flash(query[:, :H] + KEY, KEY, k, v, slots)
     lengths, tables, starts, num_seqs = META
     query = fx.paged_attention(query, (k, v), lengths, tables + first_block, starts, num_seqs, D**-0.5)
@@ -133,7 +135,9 @@ for got, expected in zip((out, k, v), want):
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 """
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -141,7 +145,9 @@ def test_export_round_trip() -> None:
     pytest.importorskip("flatbuffers")
     from jax import export
 
-    checks = [export.DisabledSafetyCheck.custom_call(f"flashxla_{name}") for name in ("kv_cache", "attention")]
+    checks = [
+        export.DisabledSafetyCheck.custom_call(f"flashxla_{name}") for name in ("kv_cache", "attention")
+    ]
     exported = export.export(jax.jit(layers), disabled_checks=checks)(QUERY, caches())
     call = jax.jit(export.deserialize(exported.serialize()).call, donate_argnums=1)
     held = caches()

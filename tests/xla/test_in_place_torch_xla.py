@@ -177,7 +177,9 @@ def test_writing_to_a_clone_leaves_the_original(compile_step: Callable) -> None:
 def test_views_of_a_stacked_cache_are_written(compile_step: Callable) -> None:
     (stacked,) = caches(1, (2, *CACHE))
     key, value, slots = on_xla(torch.randn(4, H, D), torch.randn(4, H, D), SLOTS)
-    compile_step(lambda c, k, v, s: fx.reshape_and_cache_flash(k, v, c[0], c[1], s))(stacked, key, value, slots)
+    compile_step(lambda c, k, v, s: fx.reshape_and_cache_flash(k, v, c[0], c[1], s))(
+        stacked, key, value, slots
+    )
     written = stacked.cpu().view(2, -1, H, D)[:, SLOTS[:3]]
     assert torch.equal(written, torch.stack((key.cpu()[:3], value.cpu()[:3])))
 
@@ -200,5 +202,7 @@ def test_calls_that_differ_only_in_attributes_are_different_programs() -> None:
     """torch_xla's own custom-call node would reuse the first program."""
     lengths, tables, starts, num_seqs = metadata()
     x, cache = on_xla(torch.randn(4, 2 * H, D), torch.randn(P, B, 2 * H, D))
-    outs = [fx.paged_attention(x, cache, lengths, tables, starts, num_seqs, scale).cpu() for scale in (0.1, 2.0)]
+    outs = [
+        fx.paged_attention(x, cache, lengths, tables, starts, num_seqs, scale).cpu() for scale in (0.1, 2.0)
+    ]
     assert not torch.allclose(outs[0], outs[1])

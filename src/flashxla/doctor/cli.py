@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -36,7 +37,12 @@ def run(args: argparse.Namespace) -> int:
         findings.append(finding)
         mark = {True: "ok", False: "FAIL", None: "-"}[finding.ok]
         first, *rest = finding.text.splitlines() or [""]
-        print(f"{mark:>4}  {finding.topic:<24} {first}", *(f"{'':30} {line}" for line in rest), sep="\n", flush=True)
+        print(
+            f"{mark:>4}  {finding.topic:<24} {first}",
+            *(f"{'':30} {line}" for line in rest),
+            sep="\n",
+            flush=True,
+        )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump([f._asdict() for f in findings], file, indent=2)
@@ -58,7 +64,7 @@ def _findings() -> Iterator[Finding]:
         yield _try("XLA runtime of torch_xla", _torch_xla_runtime)
     for frontend in probe.FRONTENDS:
         if frontend == "jax" or importlib.util.find_spec("torch_xla"):
-            yield _try(f"in place: {frontend}", lambda frontend=frontend: _in_place(frontend))
+            yield _try(f"in place: {frontend}", functools.partial(_in_place, frontend))
         else:
             yield Finding(f"in place: {frontend}", None, "torch_xla is not installed")
 
@@ -72,7 +78,10 @@ def _try(topic: str, check: Callable[[], tuple[bool, str]]) -> Finding:
 
 def _cpu_library() -> tuple[bool, str]:
     library = native.library("cpu")
-    return True, f"{library.path.name}, XLA FFI API {library.ffi_api_version}, targets: {', '.join(library.ffi_targets)}"
+    return (
+        True,
+        f"{library.path.name}, XLA FFI API {library.ffi_api_version}, targets: {', '.join(library.ffi_targets)}",
+    )
 
 
 def _jax_runtime() -> tuple[bool, str]:

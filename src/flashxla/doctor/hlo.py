@@ -50,6 +50,10 @@ def dumped_programs(folder: Path) -> list[Program]:
     programs = []
     for path in sorted(folder.glob("*after_optimizations.txt")):
         assignment = path.with_name(path.name.replace(".txt", "-buffer-assignment.txt"))
-        temp = re.findall(r"size (\d+), preallocated-temp", assignment.read_text()) if assignment.exists() else []
+        temp = (
+            re.findall(r"size (\d+), preallocated-temp", assignment.read_text())
+            if assignment.exists()
+            else []
+        )
         programs.append(Program(path.name.split(".cpu_")[0], path.read_text(), sum(map(int, temp))))
     return programs

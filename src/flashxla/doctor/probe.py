@@ -180,7 +180,9 @@ def main() -> None:
         device, stay, error = _probe_torch_xla(args.frontend, *sizes)
     cache_bytes = args.blocks * BLOCK_SIZE * HEADS * HEAD_SIZE * 4
     # The step is the program with every layer's write; JAX without jit compiles each call by itself too.
-    programs = [p for p in hlo.dumped_programs(args.dump) if p.targets().count("flashxla_kv_cache") == args.layers]
+    programs = [
+        p for p in hlo.dumped_programs(args.dump) if p.targets().count("flashxla_kv_cache") == args.layers
+    ]
     if not programs:
         raise RuntimeError("XLA dumped no program with the cache writes")
     probe = Probe(

@@ -56,9 +56,7 @@ def _check_query(inputs: Inputs, query: str, key: str) -> str:
     q_dtype = inputs[query].dtype
     accepted = FP8 if q_dtype in FP8 else (q_dtype, *FP8)
     if element not in accepted:
-        raise inputs.type_error(
-            key, f"dtype {element}", f"{', '.join(accepted)} with a {q_dtype} {query}"
-        )
+        raise inputs.type_error(key, f"dtype {element}", f"{', '.join(accepted)} with a {q_dtype} {query}")
     return element
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from flashxla.ops.cache_format import check_same_dtype
 from flashxla.ops.op import FLOATS, Inputs, Native, Op, Resolution, Tensor
 
-MERGE_STATES = Native(
-    "merge_states", inputs=("out_a", "lse_a", "out_b", "lse_b"), results=("out", "lse")
-)
+MERGE_STATES = Native("merge_states", inputs=("out_a", "lse_a", "out_b", "lse_b"), results=("out", "lse"))
 
 
 def _merge_attn_states(inputs: Inputs) -> Resolution:

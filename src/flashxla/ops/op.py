@@ -216,12 +216,12 @@ class Op:
         resolution = self.rule(inputs)
 
         slots = {t.slot: t for t in self.tensors}
-        operands = []
-        aliases = []
+        operands: list[tuple[str, str]] = []
+        aliases: list[tuple[int, int]] = []
         for slot in self.native.inputs:
-            tensor = slots.get(slot)
-            if tensor is None or inputs[tensor.name] is None or tensor.name in resolution.unused:
+            if slot not in slots or slots[slot].name in resolution.unused or inputs[slots[slot].name] is None:
                 continue
+            tensor = slots[slot]
             if tensor.mutated:
                 aliases.append((self.native.results.index(slot), len(operands)))
             operands.append((tensor.name, slot))

@@ -28,7 +28,9 @@ def match(shape: Shape, dims: str, sizes: Sizes, argument: str) -> str | None:
 def describe(dims: str, sizes: Sizes) -> str:
     """The accepted shapes in words, with the sizes that other arguments have fixed."""
     alternatives = ["[" + ", ".join(d for d in a.split() if d != "()") + "]" for a in dims.split("|")]
-    symbols = dict.fromkeys(m["symbol"] for d in dims.split() if (m := _DIMENSION.fullmatch(d)) and m["symbol"])
+    symbols = dict.fromkeys(
+        m["symbol"] for d in dims.split() if (m := _DIMENSION.fullmatch(d)) and m["symbol"]
+    )
     known = [f"{s} = {sizes[s][0]} by {sizes[s][1]}" for s in symbols if s in sizes]
     return " or ".join(alternatives) + (f" with {', '.join(known)}" if known else "")
 

@@ -6,6 +6,7 @@ has a registry of its own, and each is registered with once.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 
@@ -18,13 +19,8 @@ def register_jax() -> None:
     import jax
 
     for name, address in native.library("cpu").ffi_targets.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_function(address)), platform="cpu")
-
-
-def _function(address: int) -> object:
-    import ctypes
-
-    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+        handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
 
 
 @functools.cache

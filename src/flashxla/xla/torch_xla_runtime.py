@@ -24,12 +24,11 @@ def ffi_api() -> int:
     import _XLAC  # isort: skip
 
     path = Path(_XLAC.__file__)
+    get_api = ctypes.CFUNCTYPE(ctypes.c_void_p)
     try:
-        function = ctypes.CDLL(str(path))[_EXPORTED]
+        return get_api((_EXPORTED, ctypes.CDLL(str(path))))()
     except AttributeError:
-        function = ctypes.CFUNCTYPE(ctypes.c_void_p)(_load_address(path) + _symbol_offset(path, _LOCAL))
-    function.restype = ctypes.c_void_p
-    return function()
+        return get_api(_load_address(path) + _symbol_offset(path, _LOCAL))()
 
 
 def _load_address(path: Path) -> int:
@@ -47,7 +46,9 @@ def _symbol_offset(path: Path, symbol: bytes) -> int:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
         (section_table,) = struct.unpack_from("<Q", elf, 0x28)
         entry_size, count = struct.unpack_from("<HH", elf, 0x3A)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", elf, section_table + i * entry_size) for i in range(count)]
+        sections = [
+            struct.unpack_from("<IIQQQQIIQQ", elf, section_table + i * entry_size) for i in range(count)
+        ]
         for _, kind, _, _, offset, size, link, _, _, symbol_size in sections:
             if kind != _SHT_SYMTAB:
                 continue
