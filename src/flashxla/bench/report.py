@@ -57,11 +57,12 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def _topic_table(name: str, rows: list[Row]) -> Table:
-    table = Table(title=name, title_justify="left")
+    ceilings = ", ".join(dict.fromkeys(row["ceiling"] for row in rows))
+    table = Table(title=f"{name} (ceiling: {ceilings})", title_justify="left")
     for column in ("case", "dtype", "contender"):
         table.add_column(column)
     unit = rows[0]["unit"] if rows else "rate"
-    for column in ("time", unit, "of the ceiling", "ceiling", "flashxla's speed by its"):
+    for column in ("time", unit, "ceiling", "of it", "flashxla is faster by"):
         table.add_column(column, justify="right")
     last = None
     for row in rows:
@@ -73,8 +74,8 @@ def _topic_table(name: str, rows: list[Row]) -> Table:
             row["contender"],
             seconds(row["seconds"]),
             f"{row['rate']:.3g}",
+            f"{row['ceiling_rate']:.3g}",
             f"{row['of_ceiling']:.0%}",
-            f"{row['ceiling_rate']:.3g} ({row['ceiling']})",
             f"{row['ours_is_faster']:.2f}",
         )
         last = group

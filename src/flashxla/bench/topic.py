@@ -73,7 +73,7 @@ class Ceiling:
 class Topic:
     """One benchmark.
 
-    problem: a case's tensors. work: what one call must do, in `unit`s times 1e9 or 1e12 (see `scale`).
+    problem: a case's tensors. work: what one call must do; its rate, divided by scale, is in `unit`.
     peers: the first is the reference that the results are held against.
     """
 
