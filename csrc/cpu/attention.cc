@@ -45,7 +45,13 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   const AttentionTasks work = MakeTasks(problem, engine, NumThreads(context));
   const int64_t num_tasks = static_cast<int64_t>(work.tasks.size());
   const int64_t num_workers = std::min(NumThreads(context), num_tasks);
-  const int64_t scratch_bytes = (engine.scratch_bytes(problem.head_size) + 63) / 64 * 64;
+  int64_t scratch_bytes = 0;
+  for (const AttentionTask& task : work.tasks) {
+    scratch_bytes =
+        std::max(scratch_bytes, task.few_rows ? engine.few_rows_scratch_bytes
+                                              : engine.tile_scratch_bytes(problem.head_size));
+  }
+  scratch_bytes = (scratch_bytes + 63) / 64 * 64;
   const std::unique_ptr<void, decltype(&std::free)> scratch(
       num_workers == 0 ? nullptr : std::aligned_alloc(64, num_workers * scratch_bytes), std::free);
   if (scratch == nullptr && num_workers > 0) throw std::bad_alloc();

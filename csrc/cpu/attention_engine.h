@@ -51,8 +51,9 @@ struct AttentionEngine {
   int64_t max_few_rows_task;  // of a task, over its KV heads
   int64_t min_head_size;
 
-  // Bytes that both need, 64-byte aligned.
-  int64_t (*scratch_bytes)(int64_t head_size);
+  // What they need as scratch memory, 64-byte aligned.
+  int64_t (*tile_scratch_bytes)(int64_t head_size);
+  int64_t few_rows_scratch_bytes;
 };
 
 const AttentionEngine& BaselineAttentionEngine();

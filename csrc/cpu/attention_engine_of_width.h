@@ -8,12 +8,9 @@
 namespace flashxla {
 namespace {
 
-int64_t ScratchBytes(int64_t head_size) {
-  return Max(TileScratch::Bytes(head_size), static_cast<int64_t>(sizeof(FewRowsScratch)));
-}
-
-constexpr AttentionEngine kEngine = {AttendTiles, kPanelRows,      MaxTileRows, AttendFewRows,
-                                     kMaxFewRows, kMaxFewRowsTask, kWidth,      ScratchBytes};
+constexpr AttentionEngine kEngine = {AttendTiles,   kPanelRows,         MaxTileRows,
+                                     AttendFewRows, kMaxFewRows,        kMaxFewRowsTask,
+                                     kWidth,        TileScratch::Bytes, sizeof(FewRowsScratch)};
 
 }  // namespace
 }  // namespace flashxla

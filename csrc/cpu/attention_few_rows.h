@@ -9,7 +9,7 @@
 namespace flashxla {
 namespace {
 
-constexpr int kMaxFewRows = 8;       // of a KV head
+constexpr int kMaxFewRows = 8;      // of a KV head
 constexpr int kMaxFewRowsTask = 32;  // of a task's KV heads
 constexpr int kChunkKeys = 64;       // at most, between two updates of the softmax state
 constexpr int kMinChunkKeys = 16;
@@ -187,42 +187,49 @@ class FewRowsAttention {
   }
 
   void AttendRows(const KeyList& list, int row_begin, int row_end, int64_t begin, int64_t end) {
-    ForRowGroups(row_begin, row_end, [&](auto rows, int row) {
-      for (int64_t key = begin; key < end; key += kWidth / rows) {
-        for (int i = 0; row == row_begin && i < kWidth / rows; ++i) {
+    ForRowGroups(row_begin, row_end, [&](auto group, int row) {
+      constexpr int kRows = decltype(group)::kRows;
+      for (int64_t key = begin; key < end; key += kWidth / kRows) {
+        for (int i = 0; row == row_begin && i < kWidth / kRows; ++i) {
           const char* upcoming = upcoming_->key[Min(key + i, upcoming_->size - 1)];
           for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(upcoming + byte);
         }
-        Score<rows>(list, row, key, end);
+        Score<kRows>(list, row, key, end);
       }
     });
     for (int row = row_begin; row < row_end; ++row) Weigh(list, row, begin, end);
-    ForRowGroups(row_begin, row_end, [&](auto rows, int row) {
+    ForRowGroups(row_begin, row_end, [&](auto group, int row) {
+      constexpr int kRows = decltype(group)::kRows;
       int vector = 0;
-      constexpr int kMost = rows == 4 ? 4 : 8;
+      constexpr int kMost = kRows == 4 ? 4 : 8;
       for (; vector + kMost <= num_vectors_; vector += kMost) {
-        AddValues<rows, kMost>(list, row, vector, begin, end);
+        AddValues<kRows, kMost>(list, row, vector, begin, end);
       }
-      if (rows < 4 && vector + 4 <= num_vectors_) {
-        AddValues<rows, 4>(list, row, vector, begin, end);
+      if (kRows < 4 && vector + 4 <= num_vectors_) {
+        AddValues<kRows, 4>(list, row, vector, begin, end);
         vector += 4;
       }
       for (; vector + 2 <= num_vectors_; vector += 2) {
-        AddValues<rows, 2>(list, row, vector, begin, end);
+        AddValues<kRows, 2>(list, row, vector, begin, end);
       }
-      if (vector < num_vectors_) AddValues<rows, 1>(list, row, vector, begin, end);
+      if (vector < num_vectors_) AddValues<kRows, 1>(list, row, vector, begin, end);
     });
   }
 
-  // Calls f(integral constant n, row) for groups of 4, 2 or 1 rows.
+  template <int kCount>
+  struct RowGroup {
+    static constexpr int kRows = kCount;
+  };
+
+  // Calls f(RowGroup, first row) for groups of 4, 2 or 1 rows.
   template <typename Function>
   static void ForRowGroups(int row, int end, Function&& f) {
-    for (; row + 4 <= end; row += 4) f(std::integral_constant<int, 4>(), row);
+    for (; row + 4 <= end; row += 4) f(RowGroup<4>(), row);
     if (row + 2 <= end) {
-      f(std::integral_constant<int, 2>(), row);
+      f(RowGroup<2>(), row);
       row += 2;
     }
-    if (row < end) f(std::integral_constant<int, 1>(), row);
+    if (row < end) f(RowGroup<1>(), row);
   }
 
   int64_t OffsetOf(int vector) const {

@@ -21,9 +21,12 @@ constexpr int kTileKeys = KeyList::kMaxKeys;
 // The register blocks: keys x panel vectors for scores, rows x value vectors for values.
 constexpr int kScoreKeys = kWidth == 16 ? 8 : 4;
 constexpr int kValueRows = kWidth == 16 ? 12 : 6;
+constexpr int kFewValueRows = kWidth == 16 ? 4 : 2;  // for what is left of a panel
 constexpr int kValueVectors = 2;
 constexpr int kValueBlock = kValueVectors * kWidth;
 static_assert(kPanelRows % kValueRows == 0 && kTileKeys % kScoreKeys == 0);
+// No block reaches into vectors of rows whose weights are not computed.
+static_assert(kWidth % kFewValueRows == 0 && kValueRows % kFewValueRows == 0);
 
 // Tile rows are this far apart: an odd number of cache lines, so that they do not collide in the
 // cache, and a constant, so that the inner loops need no address arithmetic.
@@ -199,6 +202,11 @@ class TileAttention {
         finite &= LoadRow<Format>(now->value[i], problem_.v.stride_dim, head_size_,
                                   scratch_.values + i * kTileStride);
       }
+      // The keys that fill up the last block: of no account, but garbage may be slow to compute
+      // with.
+      for (int64_t i = now->size; i % kScoreKeys != 0; ++i) {
+        __builtin_memset(scratch_.keys + i * kTileStride, 0, head_size_ * sizeof(float));
+      }
       ListTile(&position, next);
       prefetcher_.row_bytes = head_size_ * static_cast<int64_t>(sizeof(typename Format::Bits));
       prefetcher_.rows_per_step = (kScoreKeys + num_panels_ - 1) / num_panels_;
@@ -288,17 +296,21 @@ class TileAttention {
       if (masked && !finite) {
         // A weight of zero must not meet a value that is not finite: exact ranges, row by row.
         for (int64_t i = 0; i < rows; ++i) {
-          AddValues<1>(scratch_.values + d, scratch_.weights[0] + i, scratch_.decay + i,
-                       scratch_.tile_begin[i], scratch_.tile_end[i],
-                       out + i * padded_head_size_ + d, padded_head_size_);
+          AddRows<1>(scratch_.tile_begin[i], scratch_.tile_end[i], out, i, d);
         }
         continue;
       }
-      for (int64_t i = 0; i < rows; i += kValueRows) {
-        AddValues<kValueRows>(scratch_.values + d, scratch_.weights[0] + i, scratch_.decay + i,
-                              begin, end, out + i * padded_head_size_ + d, padded_head_size_);
-      }
+      int64_t i = 0;
+      for (; i + kValueRows <= rows; i += kValueRows) AddRows<kValueRows>(begin, end, out, i, d);
+      for (; i < rows; i += kFewValueRows) AddRows<kFewValueRows>(begin, end, out, i, d);
     }
+  }
+
+  // Adds the values of keys [begin, end) to kRows rows of a panel, kValueBlock elements from d on.
+  template <int kRows>
+  void AddRows(int64_t begin, int64_t end, float* out, int64_t row, int64_t d) {
+    AddValues<kRows>(scratch_.values + d, scratch_.weights[0] + row, scratch_.decay + row, begin,
+                     end, out + row * padded_head_size_ + d, padded_head_size_);
   }
 
   // Computes the weights of keys [begin, end) of the list for kVectors vectors of rows, and updates
