@@ -9,7 +9,7 @@
 namespace flashxla {
 namespace {
 
-constexpr int kMaxFewRows = 8;      // of a KV head
+constexpr int kMaxFewRows = 8;       // of a KV head
 constexpr int kMaxFewRowsTask = 32;  // of a task's KV heads
 constexpr int kChunkKeys = 64;       // at most, between two updates of the softmax state
 constexpr int kMinChunkKeys = 16;

@@ -7,8 +7,8 @@
 
 #include "common/error.h"
 #include "common/tensor_view.h"
-#include "cpu/dtypes.h"
 #include "cpu/parallel.h"
+#include "cpu/row_converter.h"
 
 namespace flashxla {
 namespace {
@@ -18,10 +18,6 @@ constexpr int64_t kInlineBytes = 1 << 20;
 
 // A run of this many neighbouring slots is written by one thread.
 constexpr int kSlotRunBits = 4;
-
-// Writes n elements: dst[i * dst_stride] = src[i * src_stride] / scale. Strides in elements.
-using RowWriter = void (*)(const char* src, int64_t src_stride, char* dst, int64_t dst_stride,
-                           int64_t n, float scale);
 
 template <typename Element>
 void CopyRow(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t n, float) {
@@ -35,38 +31,16 @@ void CopyRow(const char* src, int64_t src_stride, char* dst, int64_t dst_stride,
   }
 }
 
-template <typename From, typename To>
-void ConvertRow(const char* src_bytes, int64_t src_stride, char* dst_bytes, int64_t dst_stride,
-                int64_t n, float scale) {
-  const auto* src = reinterpret_cast<const typename From::Bits*>(src_bytes);
-  auto* dst = reinterpret_cast<typename To::Bits*>(dst_bytes);
-  if (src_stride == 1 && dst_stride == 1) {
-    for (int64_t i = 0; i < n; ++i) dst[i] = To::Encode(From::Decode(src[i]) / scale);
-    return;
+RowConverter GetRowWriter(int64_t from, int64_t to) {
+  if (from != to) return GetRowConverter(from, to);
+  switch (ElementSize(to)) {
+    case 4:
+      return CopyRow<uint32_t>;
+    case 2:
+      return CopyRow<uint16_t>;
+    default:
+      return CopyRow<uint8_t>;
   }
-  for (int64_t i = 0; i < n; ++i) {
-    dst[i * dst_stride] = To::Encode(From::Decode(src[i * src_stride]) / scale);
-  }
-}
-
-RowWriter GetRowWriter(int64_t from, int64_t to) {
-  RowWriter writer = nullptr;
-  if (from == to) {
-    switch (ElementSize(to)) {
-      case 4:
-        return CopyRow<uint32_t>;
-      case 2:
-        return CopyRow<uint16_t>;
-      default:
-        return CopyRow<uint8_t>;
-    }
-  }
-  WithFormat(from, [&](auto from_format) {
-    WithFormat(to, [&](auto to_format) {
-      writer = ConvertRow<decltype(from_format), decltype(to_format)>;
-    });
-  });
-  return writer;
 }
 
 // One of the two halves of the operation: keys or values.
@@ -76,7 +50,7 @@ struct Half {
   int64_t src_size, dst_size;                                 // of an element
   CacheView cache;
   ScaleView scale;
-  RowWriter write;
+  RowConverter write;
   bool whole_token;  // all heads of a token are one run of bytes on both sides
 
   Half(const flashxla_tensor& tensor, const CacheView& view, const flashxla_tensor& scales,
