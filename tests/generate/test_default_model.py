@@ -61,10 +61,12 @@ def test_it_writes_words(options: tuple[str, ...], capsys: pytest.CaptureFixture
 
     known = set(re.findall(r"[a-z]+", " ".join(topics.values()).lower()))
     _, report = run_json(capsys, "--frontend", "torch", "--max-new-tokens", "120", *options)
+    words: list[str] = []
     for prompt in report["prompts"]:
         # The last word may be cut off.
-        words = re.findall(r"[a-z]+", prompt["text"].lower())[:-1]
-        right = [word for word in words if word in known]
-        assert len(words) >= 8, prompt
-        assert len(right) / len(words) >= 0.75, prompt
-        assert len(set(right)) >= 5, prompt
+        words += re.findall(r"[a-z]+", prompt["text"].lower())[:-1]
+    right = [word for word in words if word in known]
+    assert len(words) >= 40, words
+    assert len(right) / len(words) >= 0.9, words
+    # A greedy choice of so small a model soon goes round in circles; noise or one endless word it is not.
+    assert len(set(right)) >= 10, words
