@@ -73,7 +73,7 @@ def measure(
     """A row for each size.
 
     seconds: the median time of one write, XLA's fixed costs of a step included. The sizes take turns, round
-    by round; growth is the median over the rounds of this size's time by the smallest size's.
+    by round, so that the machine's mood meets all of them; growth is this time by the smallest size's.
     extra_bytes: how far the process's resident memory rose above its level during one write, the caches
     themselves aside (the kernel's own high-water mark, reset before), or null where it cannot be reset.
     """
@@ -95,13 +95,12 @@ def measure(
         if not right:
             rows[-1]["error"] = "the caches do not hold the tokens"
     times = _interleaved_times(writers, rounds, seconds)
-    medians = [[statistics.median(samples) for samples in rounds_of_size] for rounds_of_size in times]
-    for row, rounds_of_size, per_round in zip(rows, times, medians, strict=True):
-        samples = [sample for samples in rounds_of_size for sample in samples]
+    smallest = statistics.median(times[0])
+    for row, samples in zip(rows, times, strict=True):
         row["seconds"] = statistics.median(samples)
         row["fastest_seconds"] = min(samples)
         row["samples"] = len(samples)
-        row["growth"] = statistics.median(a / b for a, b in zip(per_round, medians[0], strict=True))
+        row["growth"] = row["seconds"] / smallest
     return rows
 
 
@@ -113,9 +112,9 @@ def _extra_bytes(writer: Writer) -> int | None:
     return None if level is None else max(0, machine.peak_memory() - level)
 
 
-def _interleaved_times(writers: list[Writer], rounds: int, seconds: float) -> list[list[list[float]]]:
-    """Of each writer, of each round, the seconds of its writes."""
-    times: list[list[list[float]]] = [[] for _ in writers]
+def _interleaved_times(writers: list[Writer], rounds: int, seconds: float) -> list[list[float]]:
+    """The seconds of each writer's writes."""
+    times: list[list[float]] = [[] for _ in writers]
     start = time.perf_counter()
     for i in range(rounds):
         if i >= _MIN_ROUNDS and time.perf_counter() - start > seconds:
@@ -125,7 +124,7 @@ def _interleaved_times(writers: list[Writer], rounds: int, seconds: float) -> li
             while sum(samples) < min(_ROUND_SECONDS, seconds / len(writers)):
                 samples.append(writer.write())
             # The first of several short ones finds the processor's caches filled by another writer.
-            of_writer.append(samples[1:] or samples)
+            of_writer += samples[1:] or samples
     return times
 
 
