@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import sysconfig
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,9 @@ from flashxla.ops.op import Native
 NATIVES = (KV_CACHE, ATTENTION, MERGE_STATES)
 MAX_RANK = 5
 _OK, _INVALID_ARGUMENT = 0, 1
-_EMPTY = ctypes.create_string_buffer(64)  # an empty tensor may have no address, yet it is present
+# An empty tensor may have no address, yet it is present.
+_EMPTY = ctypes.create_string_buffer(64)
+_EMPTY_ADDRESS = ctypes.addressof(_EMPTY)
 
 
 class CTensor(ctypes.Structure):
@@ -36,14 +39,26 @@ class CTensor(ctypes.Structure):
         ("stride", ctypes.c_int64 * MAX_RANK),
     )
 
-    def set(self, address: int, dtype: int, shape: Iterable[int], stride: Iterable[int]) -> None:
-        """Describe a tensor; strides in elements."""
-        self.data = address or ctypes.addressof(_EMPTY)
-        self.dtype = dtype
+    @classmethod
+    def of(cls, dtype: int, shape: Iterable[int], stride: Iterable[int] | None = None) -> CTensor:
+        """A tensor but for its address; strides in elements, None for a dense row-major one."""
+        tensor = cls()
         shape = tuple(shape)
-        self.rank = len(shape)
-        self.shape[: len(shape)] = shape
-        self.stride[: len(shape)] = tuple(stride)
+        if stride is None:
+            stride = (math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        tensor.dtype, tensor.rank = dtype, len(shape)
+        tensor.shape[: len(shape)] = shape
+        tensor.stride[: len(shape)] = tuple(stride)
+        return tensor
+
+    @property
+    def address(self) -> int:
+        """Where the data is."""
+        return self.data
+
+    @address.setter
+    def address(self, address: int) -> None:
+        self.data = address or _EMPTY_ADDRESS
 
 
 class CContext(ctypes.Structure):
@@ -97,19 +112,17 @@ class Library:
         """Whether FLASHXLA_CHECK=1: bad index tensors raise instead of being skipped."""
         return bool(self._cdll.flashxla_check_indices())
 
-    def call(
-        self,
-        native: Native,
-        tensors: Mapping[str, CTensor],
-        attributes: Mapping[str, int | float],
-        **context: Any,
-    ) -> str | None:
-        """Run an operation. Returns None, or the message of an invalid argument."""
+    def arguments(
+        self, native: Native, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float]
+    ) -> ctypes.Structure:
+        """The argument struct of an operation."""
         args = args_struct(native)()
-        for name, tensor in tensors.items():
-            setattr(args, name, tensor)
-        for name, value in attributes.items():
+        for name, value in (*tensors.items(), *attributes.items()):
             setattr(args, name, value)
+        return args
+
+    def run(self, native: Native, args: ctypes.Structure, **context: Any) -> str | None:
+        """Run an operation. Returns None, or the message of an invalid argument."""
         status = self._functions[native](args, CContext(check_indices=self.check_indices, **context))
         if status == _OK:
             return None

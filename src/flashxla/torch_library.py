@@ -17,15 +17,10 @@ from torch._subclasses.functional_tensor import (
     PythonFunctionalizeAPI,
 )
 
-from flashxla import native
-from flashxla.ops import OPS, Aval, Call, Op, Tensor
-from flashxla.ops.cache_format import DTYPE_CODES
+from flashxla import torch_calls
+from flashxla.ops import OPS, Op, Tensor
 
 _LIBRARY = torch.library.Library("flashxla", "DEF")
-_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_CODES}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
-Arguments = dict[str, Any]
 
 
 def register_all() -> None:
@@ -55,36 +50,11 @@ def _register_eager(op: Op, name: str) -> None:
     torch.library.register_fake(f"flashxla::{name}", _fake_kernel(op), lib=_LIBRARY)
 
 
-def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by name, with the defaults that the dispatcher leaves out."""
-    bound = dict(zip((p.name for p in op.parameters), args, strict=False))
+    bound = dict(zip(op.names, (*args, *op.defaults[len(args) :]), strict=True))
     bound.update(kwargs)
-    for p in op.parameters:
-        if p.name not in bound:
-            bound[p.name] = None if isinstance(p, Tensor) else p.default
     return bound
-
-
-def resolve(op: Op, arguments: Arguments) -> Call:
-    """Hold a call's torch arguments against the declaration."""
-    device = arguments[op.tensors[0].name].device
-    for t in op.tensors:
-        if arguments[t.name] is not None and arguments[t.name].device != device:
-            raise ValueError(
-                f"{op.name}: {t.name}: got a tensor on {arguments[t.name].device}; accepted: {device}, the device of "
-                f"{op.tensors[0].name}"
-            )
-    avals = {t.name: _aval(arguments[t.name]) for t in op.tensors}
-    return op.resolve(avals, {s.name: arguments[s.name] for s in op.scalars})
-
-
-def _aval(tensor: torch.Tensor | None) -> Aval | None:
-    if tensor is None:
-        return None
-    # An unknown dtype gets its torch name, so that the error can say what came.
-    return Aval(
-        tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
-    )
 
 
 # Schemas
@@ -122,57 +92,24 @@ def _literal(value: Any) -> str:
 # Kernels
 
 
-def _results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:
-    results = [like.new_empty(r.shape, dtype=_DTYPES[r.dtype]) for r in call.results]
-    # A result that was not asked for is an empty tensor.
-    missing = len(op.result_names) - len(results)
-    return results + [like.new_empty((0,), dtype=torch.float32) for _ in range(missing)]
-
-
 def _returned(results: Sequence[torch.Tensor]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
+    return results[0] if len(results) == 1 else tuple(results) or None
 
 
 def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
-    context = _cpu_context if platform == "cpu" else _cuda_context
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(op, args, kwargs)
-        call = resolve(op, arguments)
-        first = arguments[op.tensors[0].name]
-        fields = {}
-        for name, slot in call.operands:
-            fields[slot] = _ctensor(arguments[name])
-        results = [] if op.mutated else _results(op, call, first)
-        for slot, result in zip(op.native.results[: len(call.results)], results, strict=False):
-            fields[slot] = _ctensor(result)
-        problem = native.library(platform).call(op.native, fields, dict(call.attributes), **context(first))
-        if problem:
-            raise ValueError(f"{op.name}: {op.user_message(problem)}")
-        return _returned(results) if results else None
+        return _returned(torch_calls.run(op, platform, bind(op, args, kwargs)))
 
     return kernel
-
-
-def _ctensor(tensor: torch.Tensor) -> native.CTensor:
-    c = native.CTensor()
-    c.set(tensor.data_ptr(), DTYPE_CODES[_DTYPE_NAMES[tensor.dtype]], tensor.shape, tensor.stride())
-    return c
-
-
-def _cpu_context(_: torch.Tensor) -> dict[str, int]:
-    return {"num_threads": torch.get_num_threads()}
-
-
-def _cuda_context(tensor: torch.Tensor) -> dict[str, int]:
-    return {"stream": torch.cuda.current_stream(tensor.device).cuda_stream}
 
 
 def _fake_kernel(op: Op) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(op, args, kwargs)
-        call = resolve(op, arguments)
-        return None if op.mutated else _returned(_results(op, call, arguments[op.tensors[0].name]))
+        # Uncached: symbolic sizes have no hash.
+        call = torch_calls.resolve(op, *torch_calls.layouts_and_scalars(op, arguments))
+        first = arguments[op.tensors[0].name]
+        return None if op.mutated else _returned(torch_calls.empty_results(op, call, first))
 
     return fake
 
@@ -180,7 +117,7 @@ def _fake_kernel(op: Op) -> Callable[..., Any]:
 def _functional_fake_kernel(op: Op) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(op, args, kwargs)
-        resolve(op, arguments)
+        torch_calls.resolve(op, *torch_calls.layouts_and_scalars(op, arguments))
         return _returned([torch.empty_like(arguments[t.name]) for t in op.mutated])
 
     return fake
@@ -191,7 +128,7 @@ def _xla_kernel(op: Op) -> Callable[..., Any]:
         from flashxla.xla import embed
 
         arguments = bind(op, args, kwargs)
-        call = resolve(op, arguments)
+        call = torch_calls.resolve_once(op, *torch_calls.layouts_and_scalars(op, arguments))
         operands = [arguments[name] for name, _ in call.operands]
         results = embed.run(call, operands, donate=arguments.get("donate", False))
         missing = max(0, len(op.result_names) - len(results))
@@ -220,7 +157,7 @@ def _functionalize(op: Op) -> None:
         api: Any = CppFunctionalizeAPI()
         inner = bind(op, api.unwrap_tensors(args), api.unwrap_tensors(kwargs))
         with api.redispatch_to_next():
-            new = _tuple(twin(*(inner[p.name] for p in op.parameters)))
+            new = _tuple(twin(*(inner[name] for name in op.names)))
             for tensor, update in zip(op.mutated, new, strict=True):
                 # Tells torch_xla that the update takes the old value's place, which lets it donate the buffer.
                 torch.ops.aten._propagate_xla_data(inner[tensor.name], update)

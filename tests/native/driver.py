@@ -51,8 +51,8 @@ class Memory:
         if strided and array.ndim:
             shape[-1] //= 2
             strides[-1] *= 2
-        result = native.CTensor()
-        result.set(address, DTYPE_CODES[array.dtype.name], shape, strides)
+        result = native.CTensor.of(DTYPE_CODES[array.dtype.name], shape, strides)
+        result.address = address
         return result
 
     def free(self) -> None:
@@ -196,7 +196,7 @@ def run(library: native.Library, memory: Memory, call: Call, rng: Rng, overrun: 
     if overrun:
         tensors["key_cache"].shape[0] += 1
     context = {"num_threads": int(rng.integers(1, 4))}
-    problem = library.call(operation, tensors, attributes, **context)
+    problem = library.run(operation, library.arguments(operation, tensors, attributes), **context)
     if problem and not library.check_indices:
         raise RuntimeError(f"{operation.name}: {problem}")
     memory.free()

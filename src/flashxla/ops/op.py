@@ -172,6 +172,16 @@ class Op:
     result_names: tuple[str, ...] = ()
 
     @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The arguments' names, in order."""
+        return tuple(p.name for p in self.parameters)
+
+    @functools.cached_property
+    def defaults(self) -> tuple[Any, ...]:
+        """Their defaults: None for every tensor, `REQUIRED` for a scalar without one."""
+        return tuple(None if isinstance(p, Tensor) else p.default for p in self.parameters)
+
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensor arguments, in order."""
         return tuple(p for p in self.parameters if isinstance(p, Tensor))
@@ -195,19 +205,6 @@ class Op:
 
     def resolve(self, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> Call:
         """Check a call and resolve it. Raises TypeError and ValueError."""
-        try:
-            return self._resolve_cached(tuple(tensors.items()), tuple(scalars.items()))
-        except TypeError as error:
-            # Symbolic sizes (torch.compile) have no hash; every other TypeError is ours and stays.
-            if "unhashable" not in str(error):
-                raise
-        return self._resolve(tensors, scalars)
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  (operations live as long as the process)
-    def _resolve_cached(self, tensors: tuple, scalars: tuple) -> Call:
-        return self._resolve(dict(tensors), dict(scalars))
-
-    def _resolve(self, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> Call:
         inputs = Inputs(self, tensors, scalars)
         for tensor in self.tensors:
             self._check_tensor(inputs, tensor)
