@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CALLS = 400
+CALLS = 2000
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sanitizers' libraries are preloaded as on Linux"),
