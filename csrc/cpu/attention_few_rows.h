@@ -307,7 +307,8 @@ class FewRowsAttention {
       Float score = Load(scratch_.weights[row] + i);
       if (softcap_ > 0.0f) score = Tanh(score) * (softcap_ * kLog2E);
       if (alibi_) {
-        const Int distance = diagonal - Load(list.position + i);
+        // Unsigned: lanes behind the list hold anything.
+        const Int distance = (Int)((Uint)diagonal - (Uint)Load(list.position + i));
         score -= scratch_.slope[row] * Abs(__builtin_convertvector(distance, Float));
       }
       Store(scratch_.weights[row] + i, score);

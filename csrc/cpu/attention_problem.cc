@@ -92,6 +92,7 @@ struct IndexReader {
   }
 
   bool Keys(int64_t s, Sequence* sequence) {
+    const bool used = args.seqused_k.data != nullptr;
     int64_t capacity;
     if (paged) {
       capacity = args.block_table.shape[1] * block_size;
@@ -107,10 +108,10 @@ struct IndexReader {
         return Bad("cu_seqlens_k[%" PRId64 "] = %" PRId64 ": outside [%" PRId64 ", %" PRId64 "]",
                    s + 1, end, begin, block_size);
       }
-      capacity = end - begin;
+      // seqused_k gives the length, cu_seqlens_k only the start then.
+      capacity = used ? block_size - begin : end - begin;
       sequence->key_row = begin;
     }
-    const bool used = args.seqused_k.data != nullptr;
     const int64_t length = used ? ReadI32(args.seqused_k, s) : capacity;
     const int64_t bound = std::min(capacity, args.max_seqlen_k);
     if (length < 0 || length > bound) {

@@ -362,7 +362,8 @@ class TileAttention {
       Float score = Load(p);
       if (softcap_ > 0.0f) score = Tanh(score) * cap;
       if (alibi_) {
-        const Int distance = diagonal - list.position[key];
+        // Unsigned: rows behind the last hold anything.
+        const Int distance = (Int)((Uint)diagonal - (uint32_t)list.position[key]);
         score -= slope * Abs(__builtin_convertvector(distance, Float));
       }
       if (masked) {

@@ -24,6 +24,7 @@ constexpr float kLog2E = 1.44269504088896340736f;
 
 using Float = float __attribute__((vector_size(4 * kWidth)));
 using Int = int32_t __attribute__((vector_size(4 * kWidth)));
+using Uint = uint32_t __attribute__((vector_size(4 * kWidth)));
 using UnalignedFloat __attribute__((aligned(4), may_alias)) = Float;
 using UnalignedInt __attribute__((aligned(4), may_alias)) = Int;
 
@@ -125,7 +126,8 @@ inline Float Exp2(Float x) {
   p = f * p + 2.402264791363012e-1f;
   p = f * p + 6.931472028550421e-1f;
   p = f * p + 1.0f;
-  const Int exponent = (Int)rounded - (0x4b400000 - 127);
+  // Unsigned: far below the range, where the result is not used, it wraps.
+  const Uint exponent = (Uint)rounded - (0x4b400000u - 127u);
   return x < -126.0f ? Float{} : p * (Float)(exponent << 23);
 }
 

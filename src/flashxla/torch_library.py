@@ -37,6 +37,8 @@ def _register(op: Op) -> None:
     _register_eager(op, f"_{op.name}")
     twin = f"{op.name}_functional"
     _LIBRARY.define(_functional_schema(op, twin))
+    _LIBRARY.impl(twin, _functional_kernel(op, "cpu"), "CPU")
+    _LIBRARY.impl(twin, _functional_kernel(op, "cuda"), "CUDA")
     _LIBRARY.impl(twin, _xla_kernel(op), "XLA")
     torch.library.register_fake(f"flashxla::{twin}", _functional_fake_kernel(op), lib=_LIBRARY)
     _functionalize(op)
@@ -99,6 +101,16 @@ def _returned(results: Sequence[torch.Tensor]) -> Any:
 def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return _returned(torch_calls.run(op, platform, bind(op, args, kwargs)))
+
+    return kernel
+
+
+def _functional_kernel(op: Op, platform: str) -> Callable[..., Any]:
+    def kernel(*args: Any, donate: bool = False, **kwargs: Any) -> Any:
+        arguments = bind(op, args, kwargs)
+        updates = {t.name: arguments[t.name].clone() for t in op.mutated}
+        torch_calls.run(op, platform, {**arguments, **updates})
+        return _returned(list(updates.values()))
 
     return kernel
 
@@ -172,7 +184,10 @@ def _functionalize(op: Op) -> None:
 
     def traced(mode: FunctionalTensorMode, *args: Any, **kwargs: Any) -> None:
         arguments = bind(op, args, kwargs)
-        if arguments[op.mutated[0].name].device.type != "xla":
+        caches = [arguments[t.name] for t in op.mutated]
+        # Inductor of PyTorch 2.9 reads out of bounds when it copies a view that starts behind its storage's start,
+        # which it does for a mutated argument that shares its storage: such views take the twin.
+        if caches[0].device.type != "xla" and all(cache.storage_offset() == 0 for cache in caches):
             with mode:
                 return double(*args, **kwargs)
         api: Any = PythonFunctionalizeAPI(mode)

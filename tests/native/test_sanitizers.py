@@ -53,10 +53,6 @@ def build_with_sanitizers(build: Path) -> None:
     options = {
         "FLASHXLA_SANITIZE": "address,undefined",
         "FLASHXLA_XLA_INCLUDE_DIR": xla_headers(),
-        # Last on the command line: the library's own -O3 takes minutes under sanitizers.
-        "CMAKE_CXX_COMPILE_OBJECT": (
-            "<CMAKE_CXX_COMPILER> <DEFINES> <INCLUDES> <FLAGS> -O1 -g1 -o <OBJECT> -c <SOURCE>"
-        ),
         "CMAKE_CXX_COMPILER": shutil.which("g++"),
     }
     configure = ["cmake", "-S", ROOT, "-B", build, *(f"-D{name}={value}" for name, value in options.items())]
