@@ -11,7 +11,7 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/built  ## a language model writes text through paged attention compiled by XLA
-	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla
+	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla --temperature 0.6 --top-p 0.9 --max-new-tokens 160
 
 test: lint .venv/built  ## everything that must hold
 	@PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS)
