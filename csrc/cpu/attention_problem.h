@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/index_checks.h"
 #include "common/tensor_view.h"
 #include "flashxla/attention.h"
 
@@ -18,17 +19,6 @@ struct QueryView {
   char* data;
   int64_t dtype;
   int64_t stride_token, stride_head, stride_dim;
-};
-
-// A sequence whose index entries are sound.
-struct Sequence {
-  int64_t index;        // its row in the index tensors
-  int64_t first_query;  // row of q
-  int64_t num_queries;
-  int64_t length;     // len_k, which aligns queries with keys
-  int64_t first_key;  // keys [first_key, num_keys) can be seen
-  int64_t num_keys;
-  int64_t key_row;  // dense: row of k where the sequence starts
 };
 
 // Keys [begin, end) of a sequence.

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common/error.h"
+#include "common/slot_mapping.h"
 #include "common/tensor_view.h"
 #include "cpu/parallel.h"
 #include "cpu/row_converter.h"
@@ -85,23 +86,6 @@ struct Half {
   }
 };
 
-struct SlotMapping {
-  const char* data;
-  int64_t stride, size;
-  bool is_i64;
-
-  explicit SlotMapping(const flashxla_tensor& t)
-      : data(static_cast<const char*>(t.data)),
-        stride(t.stride[0]),
-        size(t.shape[0]),
-        is_i64(t.dtype == FLASHXLA_I64) {}
-
-  int64_t operator[](int64_t i) const {
-    if (is_i64) return reinterpret_cast<const int64_t*>(data)[i * stride];
-    return reinterpret_cast<const int32_t*>(data)[i * stride];
-  }
-};
-
 flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_context* context) {
   CacheView key_view, value_view;
   ViewCache(args.key_cache, args.value_cache, args.layout, &key_view, &value_view);
@@ -121,14 +105,8 @@ flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_co
   const int64_t block_size = key_view.block_size;
   const int64_t num_slots = key_view.num_blocks * block_size;
   if (context != nullptr && context->check_indices != 0) {
-    for (int64_t t = 0; t < slots.size; ++t) {
-      if (slots[t] >= num_slots) {
-        return SetError(FLASHXLA_INVALID_ARGUMENT,
-                        "slot_mapping[%" PRId64 "] = %" PRId64 ": outside [0, %" PRId64
-                        ") (negative is padding)",
-                        t, slots[t], num_slots);
-      }
-    }
+    const flashxla_status status = CheckSlots(slots, num_slots);
+    if (status != FLASHXLA_OK) return status;
   }
 
   // Each part owns a share of the slots, not of the tokens: when two tokens name one slot, the same
