@@ -2,10 +2,15 @@
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
-NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
+NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
+# What `make cuda` compiles for. `make test` needs one, unless more are there already.
+CUDA_ARCHITECTURES ?= 80;90a
+TEST_CUDA_ARCHITECTURES ?= 90a
+NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
+CLANG_FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build wheel lock clean
+.PHONY: help demo test lint format build cuda cuda-for-test wheel lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,24 +18,42 @@ help:  ## this list
 demo: .venv/built  ## a language model writes text through paged attention compiled by XLA
 	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla --temperature 0.6 --top-p 0.9 --max-new-tokens 160
 
-test: lint .venv/built  ## everything that must hold
+test: lint .venv/built cuda-for-test  ## everything that must hold
 	@PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS)
 
 lint: .venv/built  ## style and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc')
+	@$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED)
 	@$(BIN)/mypy
 
 format: .venv/built  ## put the style right
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
-	@$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc')
+	@$(BIN)/clang-format -i $(CLANG_FORMATTED)
 
 build: .venv/built  ## the packages and the native library, in .venv
 
-wheel: .venv/packages  ## dist/flashxla-*.whl, one for every Python
-	@$(BIN)/uv build --wheel --out-dir dist
+cuda: .venv/built build/jaxlib  ## the library for NVIDIA GPUs, in .venv (needs nvcc; JOBS=2 CUDA_ARCHITECTURES="80;90a")
+	@$(BIN)/python cmake/build_cuda.py --jobs $(JOBS) --architectures "$(CUDA_ARCHITECTURES)"
+
+# CI's check that it compiles: for one architecture, or what build/cuda is set up for.
+cuda-for-test: .venv/built build/jaxlib
+ifeq ($(NVCC),)
+	@echo "== no nvcc on this machine: the CUDA library is neither built nor tested"
+else
+	@$(BIN)/python cmake/build_cuda.py --jobs $(JOBS) --default-architectures "$(TEST_CUDA_ARCHITECTURES)"
+endif
+
+# The headers that the library is built with: those of the build requirement.
+build/jaxlib: pyproject.toml .venv/packages
+	@rm -rf $@
+	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $@ "$$(grep -oE 'jaxlib==[0-9.]+' pyproject.toml)"
+	@touch $@
+
+wheel: .venv/packages $(if $(CUDA),cuda)  ## dist/flashxla-*.whl, one for every Python; CUDA=1: with the library for GPUs
+	@$(BIN)/uv build --wheel --out-dir dist \
+	  $(if $(CUDA),-C cmake.define.FLASHXLA_CUDA_LIBRARY=$(CURDIR)/build/cuda/libflashxla_cuda.so)
 
 .venv/packages: requirements.lock
 	@echo "== packages into .venv (about 3 GB to download, 1 to 3 minutes)"

@@ -1,0 +1,45 @@
+# libflashxla_cuda.so: kernels by nvcc, the rest by the host compiler. Nothing of CUDA but its driver is
+# needed where it runs: the runtime is linked in.
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  message(FATAL_ERROR
+    "FLASHXLA_CUDA needs nvcc 12.3 or newer, which is not on the PATH. Install the CUDA toolkit, or name the "
+    "compiler with CUDACXX=/path/to/nvcc. Without FLASHXLA_CUDA the CPU library is complete.")
+endif()
+
+# 90a -> code for it alone; the oldest one also as PTX, which newer cards compile when it is loaded.
+list(TRANSFORM FLASHXLA_CUDA_ARCHITECTURES APPEND "-real" OUTPUT_VARIABLE CMAKE_CUDA_ARCHITECTURES)
+set(FLASHXLA_PTX ${FLASHXLA_CUDA_ARCHITECTURES})
+list(FILTER FLASHXLA_PTX INCLUDE REGEX "^[0-9]+$")
+if(FLASHXLA_PTX)
+  list(SORT FLASHXLA_PTX COMPARE NATURAL)
+  list(GET FLASHXLA_PTX 0 FLASHXLA_PTX)
+  list(APPEND CMAKE_CUDA_ARCHITECTURES "${FLASHXLA_PTX}-virtual")
+endif()
+
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
+enable_language(CUDA)
+message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+
+file(GLOB_RECURSE FLASHXLA_KERNELS CONFIGURE_DEPENDS csrc/cuda/*.cu)
+file(GLOB FLASHXLA_CUDA_SOURCES CONFIGURE_DEPENDS csrc/common/*.cc csrc/ffi/*.cc)
+list(FILTER FLASHXLA_CUDA_SOURCES EXCLUDE REGEX "/thread_pool\\.cc$")
+
+# By themselves, so that the place of XLA's headers, which changes between builds, recompiles no kernel.
+add_library(flashxla_kernels OBJECT ${FLASHXLA_KERNELS})
+target_include_directories(flashxla_kernels PRIVATE csrc csrc/include)
+target_compile_options(flashxla_kernels PRIVATE --expt-relaxed-constexpr)
+
+add_library(flashxla_cuda SHARED $<TARGET_OBJECTS:flashxla_kernels> ${FLASHXLA_CUDA_SOURCES})
+flashxla_library(flashxla_cuda)
+target_compile_options(flashxla_cuda PRIVATE -Wall -Wextra)
+target_compile_definitions(flashxla_cuda PRIVATE FLASHXLA_PLATFORM_CUDA)
+# A symbol that nothing defines is an error of the build, not of the first call.
+target_link_options(flashxla_cuda PRIVATE LINKER:-z,defs LINKER:--exclude-libs,ALL)
+set_target_properties(flashxla_cuda PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static)
+install(TARGETS flashxla_cuda LIBRARY DESTINATION flashxla/lib COMPONENT cuda)
