@@ -1,5 +1,7 @@
 #include "cpu/isa.h"
 
+#include "flashxla/common.h"
+
 namespace flashxla {
 namespace {
 
@@ -23,3 +25,15 @@ Isa GetIsa() {
 }
 
 }  // namespace flashxla
+
+const char* flashxla_cpu_instruction_set() {
+  switch (flashxla::GetIsa()) {
+    case flashxla::Isa::kAvx512:
+      return "avx512";
+    case flashxla::Isa::kAvx2:
+      return "avx2";
+    case flashxla::Isa::kBaseline:
+      break;
+  }
+  return "baseline";
+}

@@ -22,10 +22,12 @@ struct Attention {
       TensorField<Args>{"q_descale", &Args::q_descale},
       TensorField<Args>{"k_descale", &Args::k_descale},
       TensorField<Args>{"v_descale", &Args::v_descale},
+      TensorField<Args>{"plan", &Args::plan},
   };
   static constexpr std::array kResults = {
       TensorField<Args>{"out", &Args::out},
       TensorField<Args>{"lse", &Args::lse},
+      TensorField<Args>{"workspace", &Args::workspace},
   };
   static constexpr std::array kIntegers = {
       ScalarField<Args, int64_t>{"layout", &Args::layout},
@@ -42,12 +44,12 @@ struct Attention {
   };
 };
 
-ffi::Error Handle(PlatformContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Dictionary attrs) {
-  return Execute<Attention>(FLASHXLA_FUNCTION(attention), context, operands, results, attrs);
+ffi::Error Handle(PlatformArgument platform, ffi::RemainingArgs operands,
+                  ffi::RemainingRets results, ffi::Dictionary attrs) {
+  return Execute<Attention>(FLASHXLA_FUNCTION(attention), platform, operands, results, attrs);
 }
 
 }  // namespace
 }  // namespace flashxla
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashxla_ffi_attention, flashxla::Handle, flashxla::BindOperation());
+FLASHXLA_DEFINE_HANDLER(flashxla_ffi_attention)

@@ -3,11 +3,11 @@
 // Every target has one calling convention, so that an operation is two tables and a function:
 //   operands   the present tensors, in the order of the struct; attribute `operands` is a bit mask
 //              that tells which (bit i: the i-th tensor of kInputs)
-//   results    in the order of kResults; trailing ones may be left out. A result that updates an
-//              operand in place is aliased to it (output_to_operand_aliasing)
+//   results    the present ones in the order of kResults; attribute `results` is their bit mask. A
+//              result that updates an operand in place is aliased to it
+//              (output_to_operand_aliasing)
 //   attributes the scalars of the struct by name, i64 or f64; `op` and `arguments` say what the
-//   caller
-//              calls the operation and, separated by commas, each tensor of kInputs
+//              caller calls the operation and, separated by commas, each tensor of kInputs
 #ifndef FLASHXLA_CSRC_FFI_BINDING_H_
 #define FLASHXLA_CSRC_FFI_BINDING_H_
 
@@ -89,21 +89,24 @@ inline ffi::Error SetTensor(const ffi::AnyBuffer& buffer, const char* name,
 template <typename Op>
 ffi::Error Decode(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attrs,
                   typename Op::Args* args) {
-  const auto mask = attrs.get<int64_t>("operands");
-  if (mask.has_error()) return mask.error();
+  const auto operand_mask = attrs.get<int64_t>("operands");
+  if (operand_mask.has_error()) return operand_mask.error();
   size_t operand = 0;
   size_t bit = 0;
   for (const auto& input : Op::kInputs) {
-    if (!((*mask >> bit++) & 1)) continue;
+    if (!((*operand_mask >> bit++) & 1)) continue;
     const auto buffer = operands.get<ffi::AnyBuffer>(operand++);
     if (buffer.has_error()) return buffer.error();
     if (auto error = SetTensor(*buffer, input.name, &(args->*input.field)); error.failure()) {
       return error;
     }
   }
+  const auto result_mask = attrs.get<int64_t>("results");
+  if (result_mask.has_error()) return result_mask.error();
   size_t result = 0;
+  bit = 0;
   for (const auto& output : Op::kResults) {
-    if (result == results.size()) break;
+    if (!((*result_mask >> bit++) & 1)) continue;
     auto buffer = results.get<ffi::AnyBuffer>(result++);
     if (buffer.has_error()) return buffer.error();
     flashxla_tensor* tensor = &(args->*output.field);

@@ -27,12 +27,12 @@ struct KvCache {
   static constexpr std::array<ScalarField<Args, double>, 0> kFloats{};
 };
 
-ffi::Error Handle(PlatformContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Dictionary attrs) {
-  return Execute<KvCache>(FLASHXLA_FUNCTION(kv_cache), context, operands, results, attrs);
+ffi::Error Handle(PlatformArgument platform, ffi::RemainingArgs operands,
+                  ffi::RemainingRets results, ffi::Dictionary attrs) {
+  return Execute<KvCache>(FLASHXLA_FUNCTION(kv_cache), platform, operands, results, attrs);
 }
 
 }  // namespace
 }  // namespace flashxla
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashxla_ffi_kv_cache, flashxla::Handle, flashxla::BindOperation());
+FLASHXLA_DEFINE_HANDLER(flashxla_ffi_kv_cache)

@@ -21,13 +21,12 @@ struct MergeStates {
   static constexpr std::array<ScalarField<Args, double>, 0> kFloats{};
 };
 
-ffi::Error Handle(PlatformContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Dictionary attrs) {
-  return Execute<MergeStates>(FLASHXLA_FUNCTION(merge_states), context, operands, results, attrs);
+ffi::Error Handle(PlatformArgument platform, ffi::RemainingArgs operands,
+                  ffi::RemainingRets results, ffi::Dictionary attrs) {
+  return Execute<MergeStates>(FLASHXLA_FUNCTION(merge_states), platform, operands, results, attrs);
 }
 
 }  // namespace
 }  // namespace flashxla
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashxla_ffi_merge_states, flashxla::Handle,
-                              flashxla::BindOperation());
+FLASHXLA_DEFINE_HANDLER(flashxla_ffi_merge_states)

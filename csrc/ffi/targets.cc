@@ -7,6 +7,7 @@
 extern "C" {
 XLA_FFI_Error* flashxla_ffi_kv_cache(XLA_FFI_CallFrame*);
 XLA_FFI_Error* flashxla_ffi_attention(XLA_FFI_CallFrame*);
+XLA_FFI_Error* flashxla_ffi_attention_plan(XLA_FFI_CallFrame*);  // cuda
 XLA_FFI_Error* flashxla_ffi_merge_states(XLA_FFI_CallFrame*);
 }
 
@@ -20,6 +21,9 @@ struct Target {
 constexpr Target kTargets[] = {
     {"flashxla_kv_cache", flashxla_ffi_kv_cache},
     {"flashxla_attention", flashxla_ffi_attention},
+#ifdef FLASHXLA_PLATFORM_CUDA
+    {"flashxla_attention_plan", flashxla_ffi_attention_plan},
+#endif
     {"flashxla_merge_states", flashxla_ffi_merge_states},
 };
 

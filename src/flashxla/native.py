@@ -13,19 +13,26 @@ import os
 import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from flashxla.ops.attention import ATTENTION
+from flashxla.ops.attention import ATTENTION, ATTENTION_PLAN
 from flashxla.ops.kv_cache import KV_CACHE
 from flashxla.ops.merge_states import MERGE_STATES
 from flashxla.ops.op import Native
 
 NATIVES = (KV_CACHE, ATTENTION, MERGE_STATES)
+# What a platform's library has beside them.
+MORE_NATIVES: dict[str, tuple[Native, ...]] = {"cpu": (), "cuda": (ATTENTION_PLAN,)}
+HOW_TO_BUILD = {
+    "cpu": "build it with 'make build'",
+    "cuda": "build it with 'make cuda', or install a wheel made by 'make wheel CUDA=1'",
+}
 MAX_RANK = 5
 _OK, _INVALID_ARGUMENT = 0, 1
-# An empty tensor may have no address, yet it is present.
-_EMPTY = ctypes.create_string_buffer(64)
-_EMPTY_ADDRESS = ctypes.addressof(_EMPTY)
+# An empty tensor may have no address, yet it is present; as well aligned as one of a framework.
+_ALIGNMENT = 256
+_EMPTY = ctypes.create_string_buffer(2 * _ALIGNMENT)
+_EMPTY_ADDRESS = -(-ctypes.addressof(_EMPTY) // _ALIGNMENT) * _ALIGNMENT
 
 
 class CTensor(ctypes.Structure):
@@ -73,6 +80,38 @@ class CContext(ctypes.Structure):
     )
 
 
+class CAttentionNeeds(ctypes.Structure):
+    """flashxla_attention_needs."""
+
+    _fields_ = (
+        ("plan_words", ctypes.c_int64),
+        ("workspace_bytes", ctypes.c_int64),
+        ("engines", ctypes.c_int64),
+        ("few_queries", ctypes.c_char_p),
+        ("many_queries", ctypes.c_char_p),
+        ("reason", ctypes.c_char_p),
+    )
+
+
+class AttentionNeeds(NamedTuple):
+    """What a call of attention on a GPU needs, and which engines serve it (csrc/include/flashxla/attention.h).
+
+    workspace_bytes: without a plan; with one, its bytes less.
+    """
+
+    plan_words: int
+    workspace_bytes: int
+    engines: int
+    few_queries: str
+    many_queries: str
+    reason: str
+
+    @property
+    def bytes_with_a_plan(self) -> int:
+        """The workspace of a call that is given its plan."""
+        return self.workspace_bytes - 4 * self.plan_words
+
+
 @functools.cache
 def args_struct(native: Native) -> type[ctypes.Structure]:
     """flashxla_<name>_args: inputs, then results that are not inputs too, then integers and floats."""
@@ -93,7 +132,7 @@ class Library:
         self._cdll.flashxla_last_error.restype = ctypes.c_char_p
         self._cdll.flashxla_check_indices.restype = ctypes.c_int64
         self._functions = {}
-        for native in NATIVES:
+        for native in (*NATIVES, *MORE_NATIVES[platform]):
             function = self._cdll[f"flashxla_{platform}_{native.name}"]
             function.argtypes = (ctypes.POINTER(args_struct(native)), ctypes.POINTER(CContext))
             self._functions[native] = function
@@ -130,6 +169,28 @@ class Library:
         if status == _INVALID_ARGUMENT:
             return message
         raise MemoryError(f"flashxla {native.name}: {message}")
+
+    def attention_needs(
+        self, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float]
+    ) -> AttentionNeeds:
+        """What a call of attention needs; only of the cuda library. The tensors need no address."""
+        args = self.arguments(ATTENTION, tensors, attributes)
+        for slot in tensors:
+            getattr(args, slot).address = 0
+        function = self._cdll[f"flashxla_{self.platform}_attention_needs"]
+        function.argtypes = (ctypes.POINTER(args_struct(ATTENTION)), ctypes.POINTER(CAttentionNeeds))
+        needs = CAttentionNeeds()
+        if function(args, needs) != _OK:
+            raise ValueError((self._cdll.flashxla_last_error() or b"").decode())
+        names = (needs.few_queries, needs.many_queries, needs.reason)
+        few, many, reason = ((name or b"").decode() for name in names)
+        return AttentionNeeds(needs.plan_words, needs.workspace_bytes, needs.engines, few, many, reason)
+
+    @functools.cached_property
+    def instruction_set(self) -> str:
+        """What the kernels use of this machine's processor; only of the cpu library."""
+        self._cdll.flashxla_cpu_instruction_set.restype = ctypes.c_char_p
+        return self._cdll.flashxla_cpu_instruction_set().decode()
 
     @functools.cached_property
     def ffi_targets(self) -> dict[str, int]:
@@ -171,13 +232,22 @@ def _folders() -> Iterable[Path]:
     yield Path(sysconfig.get_path("purelib")) / "flashxla" / "lib"
 
 
+def _file_name(platform: str) -> str:
+    return f"libflashxla_{platform}.so"
+
+
+def is_installed(platform: str) -> bool:
+    """Whether the library of a platform is there."""
+    return any((folder / _file_name(platform)).exists() for folder in _folders())
+
+
 @functools.cache
 def library(platform: str) -> Library:
     """The library of a platform, "cpu" or "cuda". Raises ImportError if it is not installed."""
-    name = f"libflashxla_{platform}.so"
+    name = _file_name(platform)
     tried = []
     for folder in _folders():
         if (folder / name).exists():
             return Library(platform, folder / name)
         tried.append(str(folder))
-    raise ImportError(f"flashxla: {name} not found in {', '.join(tried)}; build it with 'make build'")
+    raise ImportError(f"flashxla: {name} not found in {', '.join(tried)}; {HOW_TO_BUILD[platform]}")

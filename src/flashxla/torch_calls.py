@@ -6,6 +6,7 @@ that a call that repeats costs little more than its kernel.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashxla import native
+from flashxla import cuda_attention, native
+from flashxla.ops.attention import ATTENTION
 from flashxla.ops.cache_format import DTYPE_CODES
 from flashxla.ops.op import Aval, Call, Op
 
@@ -73,26 +75,50 @@ def empty_results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:
 
 def run(op: Op, platform: str, arguments: Arguments) -> list[torch.Tensor]:
     """Run an operation on tensors in the memory of `platform`; returns its results."""
-    call, template = _prepare(op, platform, *layouts_and_scalars(op, arguments))
     first = arguments[op.tensors[0].name]
-    results = [] if op.mutated else empty_results(op, call, first)
-    args = type(template).from_buffer_copy(template)
-    for name, slot in call.operands:
-        getattr(args, slot).address = arguments[name].data_ptr()
-    for slot, result in zip(op.native.results[: len(call.results)], results, strict=False):
-        getattr(args, slot).address = result.data_ptr()
-    problem = native.library(platform).run(op.native, args, **_CONTEXTS[platform](first))
+    with _on_device_of(first):
+        call, template, workspace_bytes = _prepare(op, platform, *layouts_and_scalars(op, arguments))
+        results = [] if op.mutated else empty_results(op, call, first)
+        args = type(template).from_buffer_copy(template)
+        for name, slot in call.operands:
+            getattr(args, slot).address = arguments[name].data_ptr()
+        for slot, result in zip(op.native.results[: len(call.results)], results, strict=False):
+            getattr(args, slot).address = result.data_ptr()
+        if workspace_bytes:
+            # Free again as soon as the call is made: who gets it next uses it after this, on the same stream.
+            workspace = first.new_empty((workspace_bytes,), dtype=torch.uint8)
+            args.workspace.address = workspace.data_ptr()
+        problem = native.library(platform).run(op.native, args, **_CONTEXTS[platform](first))
     if problem:
         raise ValueError(f"{op.name}: {op.user_message(problem)}")
     return results
 
 
+class _Prepared(NamedTuple):
+    """A resolved call, its native arguments but for the addresses, and the workspace that it needs (cuda)."""
+
+    call: Call
+    template: ctypes.Structure
+    workspace_bytes: int
+
+
 @functools.lru_cache(maxsize=4096)
-def _prepare(
-    op: Op, platform: str, layouts: Layouts, scalars: tuple[Any, ...]
-) -> tuple[Call, ctypes.Structure]:
-    """The resolved call, and its native arguments but for the addresses."""
+def _prepare(op: Op, platform: str, layouts: Layouts, scalars: tuple[Any, ...]) -> _Prepared:
     call = resolve(op, layouts, scalars)
+    tensors = operand_tensors(op, call, layouts)
+    workspace_bytes = 0
+    if platform == "cuda" and op.native is ATTENTION:
+        workspace_bytes = cuda_attention.needs(call, tensors).workspace_bytes
+        tensors["workspace"] = native.CTensor.of(DTYPE_CODES["uint8"], (workspace_bytes,))
+    for slot, result in zip(op.native.results, call.results, strict=False):
+        if slot not in tensors:
+            tensors[slot] = native.CTensor.of(DTYPE_CODES[result.dtype], result.shape)
+    template = native.library(platform).arguments(op.native, tensors, dict(call.attributes))
+    return _Prepared(call, template, workspace_bytes)
+
+
+def operand_tensors(op: Op, call: Call, layouts: Layouts) -> dict[str, native.CTensor]:
+    """A call's operands by native field, without their addresses."""
     by_name = {t.name: layout for t, layout in zip(op.tensors, layouts, strict=True)}
     tensors = {}
     for name, slot in call.operands:
@@ -101,10 +127,7 @@ def _prepare(
         tensors[slot] = native.CTensor.of(
             DTYPE_CODES[_DTYPE_NAMES[layout.dtype]], layout.shape, layout.stride
         )
-    for slot, result in zip(op.native.results, call.results, strict=False):
-        if slot not in tensors:
-            tensors[slot] = native.CTensor.of(DTYPE_CODES[result.dtype], result.shape)
-    return call, native.library(platform).arguments(op.native, tensors, dict(call.attributes))
+    return tensors
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -117,7 +140,15 @@ def _cpu_context(_: torch.Tensor) -> dict[str, int]:
 
 
 def _cuda_context(tensor: torch.Tensor) -> dict[str, int]:
-    return {"stream": torch.cuda.current_stream(tensor.device).cuda_stream}
+    # What inductor's programs call too: the public function makes a Stream object each time.
+    return {"stream": torch._C._cuda_getCurrentRawStream(tensor.get_device())}
 
 
 _CONTEXTS: dict[str, Callable[[torch.Tensor], dict[str, int]]] = {"cpu": _cpu_context, "cuda": _cuda_context}
+
+
+def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU tensor's device the current one, which is where kernels are launched."""
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.get_device())

@@ -75,6 +75,9 @@ FLASHXLA_EXPORT const char* flashxla_last_error(void);
 // 1 if the environment variable FLASHXLA_CHECK is 1. Read once a process.
 FLASHXLA_EXPORT int64_t flashxla_check_indices(void);
 
+// The instruction set that the CPU kernels use here: "baseline", "avx2" or "avx512".
+FLASHXLA_EXPORT const char* flashxla_cpu_instruction_set(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -35,10 +35,29 @@ ATTENTION = Native(
         "q_descale",
         "k_descale",
         "v_descale",
+        "plan",  # cuda
     ),
-    results=("out", "lse"),
+    results=("out", "lse", "workspace"),  # workspace: cuda
     integers=("layout", "kv_dtype", "causal", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k"),
     floats=("softmax_scale", "softcap"),
+)
+
+# The work lists of attention on a GPU, from its index tensors. Layers that share those share the plan.
+ATTENTION_PLAN = Native(
+    "attention_plan",
+    inputs=("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "num_seqs"),
+    results=("plan",),
+    integers=(
+        "engines",
+        "num_tokens",
+        "num_heads",
+        "num_kv_heads",
+        "num_blocks",
+        "block_size",
+        "causal",
+        "window_left",
+        "window_right",
+    ),
 )
 
 _DESCALE = "()|1|Hk|S Hk"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flashxla.ops.shapes import Shape, match
@@ -45,6 +45,25 @@ class Native:
     def target(self) -> str:
         """The name of its XLA custom call target."""
         return f"flashxla_{self.name}"
+
+    def ffi_attributes(
+        self,
+        op: str,
+        operands: Mapping[str, str],
+        results: Collection[str],
+        scalars: Mapping[str, int | float],
+    ) -> dict[str, int | float | str]:
+        """The attributes of a custom call: native scalars, which tensors are present, names for messages.
+
+        operands: what the op calls each present input.
+        """
+        return {
+            "op": op,
+            "arguments": ",".join(operands.get(slot, "") for slot in self.inputs),
+            "operands": sum(1 << bit for bit, slot in enumerate(self.inputs) if slot in operands),
+            "results": sum(1 << bit for bit, slot in enumerate(self.results) if slot in results),
+            **scalars,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +101,7 @@ class Call:
     """A valid call, ready to be lowered.
 
     operands: (argument, native field) of each present tensor, in the native order.
-    results: the avals of the native results that it computes (trailing ones may be left out).
+    results: the avals of the native results that it computes: the first ones, in the native order.
     aliases: (result, operand) of each result that is an operand's buffer.
     attributes: the native scalars by name.
     """
@@ -100,11 +119,10 @@ class Call:
 
     @property
     def ffi_attributes(self) -> dict[str, int | float | str]:
-        """The attributes of the custom call: native scalars, which operands are present, names for messages."""
+        """The attributes of the custom call."""
         names = {slot: name for name, slot in self.operands}
-        mask = sum(1 << bit for bit, slot in enumerate(self.native.inputs) if slot in names)
-        arguments = ",".join(names.get(slot, "") for slot in self.native.inputs)
-        return {"op": self.op.name, "arguments": arguments, "operands": mask, **dict(self.attributes)}
+        results = self.native.results[: len(self.results)]
+        return self.native.ffi_attributes(self.op.name, names, results, dict(self.attributes))
 
 
 class Inputs:

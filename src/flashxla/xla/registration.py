@@ -15,12 +15,19 @@ from flashxla import native
 
 @functools.cache
 def register_jax() -> None:
-    """Register with jaxlib's runtimes."""
+    """Register with jaxlib's CPU runtime and, if the library for it is installed, JAX's CUDA plugin.
+
+    The plugin need not be there: JAX keeps the registration for when it is loaded.
+    """
     import jax
 
-    for name, address in native.library("cpu").ffi_targets.items():
-        handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    platforms = {"cpu": "cpu", "cuda": "CUDA"}
+    for platform, jax_name in platforms.items():
+        if platform == "cuda" and not native.is_installed("cuda"):
+            continue
+        for name, address in native.library(platform).ffi_targets.items():
+            handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=jax_name)
 
 
 @functools.cache
