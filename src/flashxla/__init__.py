@@ -8,6 +8,8 @@ The operations live in one module per framework, with the same names and argumen
 
 from importlib.metadata import version as _version
 
+from flashxla.explain import Explanation, explain
+
 __version__ = _version("flashxla")
 
 
@@ -21,4 +23,4 @@ def setup_custom_call() -> None:
     registration.register_loaded()
 
 
-__all__ = ["__version__", "setup_custom_call"]
+__all__ = ["Explanation", "__version__", "explain", "setup_custom_call"]

@@ -58,7 +58,11 @@ def _findings() -> Iterator[Finding]:
             yield Finding(package, True, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(package, None, "not installed")
-    yield _try("native library (cpu)", _cpu_library)
+    for name in native.MORE_NATIVES:
+        if name == "cpu" or native.is_installed(name):
+            yield _try(f"native library ({name})", functools.partial(_library, name))
+        else:
+            yield Finding(f"native library ({name})", None, f"not installed; {native.HOW_TO_BUILD[name]}")
     yield _try("XLA runtime of jaxlib", _jax_runtime)
     if importlib.util.find_spec("torch_xla"):
         yield _try("XLA runtime of torch_xla", _torch_xla_runtime)
@@ -67,6 +71,7 @@ def _findings() -> Iterator[Finding]:
             yield _try(f"in place: {frontend}", functools.partial(_in_place, frontend))
         else:
             yield Finding(f"in place: {frontend}", None, "torch_xla is not installed")
+    yield _torch_cuda()
 
 
 def _try(topic: str, check: Callable[[], tuple[bool, str]]) -> Finding:
@@ -76,8 +81,8 @@ def _try(topic: str, check: Callable[[], tuple[bool, str]]) -> Finding:
         return Finding(topic, False, f"{type(error).__name__}: {error}")
 
 
-def _cpu_library() -> tuple[bool, str]:
-    library = native.library("cpu")
+def _library(name: str) -> tuple[bool, str]:
+    library = native.library(name)
     return (
         True,
         f"{library.path.name}, XLA FFI API {library.ffi_api_version}, targets: {', '.join(library.ffi_targets)}",
@@ -99,6 +104,18 @@ def _torch_xla_runtime() -> tuple[bool, str]:
     registration.register_torch_xla()
     version = native.library("cpu").runtime_api_version(torch_xla_runtime.ffi_api())
     return True, f"XLA:CPU, FFI API {version}; targets registered"
+
+
+def _torch_cuda() -> Finding:
+    """Eager PyTorch on a GPU, where there is one."""
+    topic = "in place: torch on cuda"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(topic, None, "torch is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding(topic, None, "torch sees no GPU")
+    return _try(topic, functools.partial(_in_place, "torch_cuda"))
 
 
 def _in_place(frontend: str) -> tuple[bool, str]:

@@ -55,5 +55,7 @@ def dumped_programs(folder: Path) -> list[Program]:
             if assignment.exists()
             else []
         )
-        programs.append(Program(path.name.split(".cpu_")[0], path.read_text(), sum(map(int, temp))))
+        # module_0001.jit_step.cpu_after_optimizations.txt, or of a GPU .sm_9.0_gpu_after_optimizations.txt
+        name = re.split(r"\.(?:cpu|sm_[\d.]+_gpu)_", path.name)[0]
+        programs.append(Program(name, path.read_text(), sum(map(int, temp))))
     return programs

@@ -1,5 +1,7 @@
 """Decodes a few steps through a front end and reports what happened to the caches, as JSON.
 
+"torch_cuda" is eager PyTorch on a GPU, which compiles nothing: its proof is pointers and values.
+
 Run in a process of its own (`python -m flashxla.doctor.probe lazy`): XLA reads the flag that makes it dump its
 programs only once, and a crash stays contained. `run` starts that process.
 """
@@ -52,7 +54,9 @@ def run(frontend: str, layers: int = 3, steps: int = 3, blocks: int = 64, timeou
         command = [sys.executable, "-m", "flashxla.doctor.probe", frontend]
         command += [f"--layers={layers}", f"--steps={steps}", f"--blocks={blocks}", f"--dump={dump}"]
         environment = {**os.environ, "XLA_FLAGS": flags.strip()}
-        if frontend != "jax":
+        if frontend == "jax":
+            environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        elif frontend in FRONTENDS:
             environment.setdefault("PJRT_DEVICE", "CPU")
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
@@ -135,6 +139,20 @@ def _probe_torch_xla(frontend: str, layers: int, steps: int, blocks: int) -> tup
     return str(torch_xla._XLAC._xla_get_devices()[0]), all(p == pointers[0] for p in pointers), error
 
 
+def _probe_torch_cuda(layers: int, steps: int, blocks: int) -> tuple[str, bool, float]:
+    import torch
+
+    import flashxla.torch as fx
+
+    def step(*args: Any) -> Any:
+        return _step(fx, *args)[0]
+
+    expected, _ = _torch_steps(layers, steps, blocks, "cpu", step, lambda: None)
+    got, pointers = _torch_steps(layers, steps, blocks, "cuda", step, torch.cuda.synchronize)
+    error = max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True))
+    return torch.cuda.get_device_name(), all(p == pointers[0] for p in pointers), error
+
+
 def _probe_jax(layers: int, steps: int, blocks: int) -> tuple[str, bool, float]:
     import jax
     import jax.numpy as jnp
@@ -167,7 +185,7 @@ def _probe_jax(layers: int, steps: int, blocks: int) -> tuple[str, bool, float]:
 def main() -> None:
     """Run one probe in this process and print it as JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("frontend", choices=FRONTENDS)
+    parser.add_argument("frontend", choices=(*FRONTENDS, "torch_cuda"))
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--blocks", type=int, required=True)
@@ -176,6 +194,8 @@ def main() -> None:
     sizes = (args.layers, args.steps, args.blocks)
     if args.frontend == "jax":
         device, stay, error = _probe_jax(*sizes)
+    elif args.frontend == "torch_cuda":
+        device, stay, error = _probe_torch_cuda(*sizes)
     else:
         device, stay, error = _probe_torch_xla(args.frontend, *sizes)
     cache_bytes = args.blocks * BLOCK_SIZE * HEADS * HEAD_SIZE * 4
@@ -183,7 +203,7 @@ def main() -> None:
     programs = [
         p for p in hlo.dumped_programs(args.dump) if p.targets().count("flashxla_kv_cache") == args.layers
     ]
-    if not programs:
+    if not programs and args.frontend in FRONTENDS:
         raise RuntimeError("XLA dumped no program with the cache writes")
     probe = Probe(
         frontend=args.frontend,
@@ -192,7 +212,7 @@ def main() -> None:
         largest_error=error,
         cache_bytes=cache_bytes,
         cache_copies=[copy for p in programs for copy in p.copies(at_least=cache_bytes)],
-        temp_bytes=max(p.temp_bytes for p in programs),
+        temp_bytes=max((p.temp_bytes for p in programs), default=0),
         programs=len(programs),
     )
     print(json.dumps(dataclasses.asdict(probe)))
