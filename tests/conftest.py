@@ -38,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.device == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("PJRT_DEVICE", "CPU")
+    else:
+        # Workers of pytest-xdist and the processes that tests start share the GPU.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.08")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

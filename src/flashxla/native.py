@@ -236,6 +236,7 @@ def _file_name(platform: str) -> str:
     return f"libflashxla_{platform}.so"
 
 
+@functools.cache
 def is_installed(platform: str) -> bool:
     """Whether the library of a platform is there."""
     return any((folder / _file_name(platform)).exists() for folder in _folders())

@@ -26,8 +26,10 @@ def test_views(frontend: TorchFrontend, case: str, where: str) -> None:
     torch, fx = frontend.torch, frontend.fx
     torch._dynamo.reset()
     shape, views = TABLE[case]
-    base, want = torch.randn(shape), None
-    key, value, slots = torch.randn(3, H, D), torch.randn(3, H, D), torch.tensor([1, 9, -1])
+    device = frontend.target_device()
+    base = torch.randn(shape, device=device)
+    key, value = (torch.randn(3, H, D, device=device) for _ in "kv")
+    slots = torch.tensor([1, 9, -1], device=device)
     want = base.clone()
     fx.reshape_and_cache_flash(key, value, *views(want), slots)
 

@@ -103,7 +103,7 @@ def test_vmap() -> None:
 
 
 def test_shard_map_over_heads() -> None:
-    """Tensor parallel: caches sharded over KV heads, no gather in the program."""
+    """Tensor parallel on four CPU devices: caches sharded over KV heads, no gather in the program."""
     import os
     import subprocess
     import sys
@@ -134,7 +134,8 @@ want = step(q, kv, cache, cache)
 for got, expected in zip((out, k, v), want):
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 """
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -145,9 +146,8 @@ def test_export_round_trip() -> None:
     pytest.importorskip("flatbuffers")
     from jax import export
 
-    checks = [
-        export.DisabledSafetyCheck.custom_call(f"flashxla_{name}") for name in ("kv_cache", "attention")
-    ]
+    names = ("kv_cache", "attention", "attention_plan")
+    checks = [export.DisabledSafetyCheck.custom_call(f"flashxla_{name}") for name in names]
     exported = export.export(jax.jit(layers), disabled_checks=checks)(QUERY, caches())
     call = jax.jit(export.deserialize(exported.serialize()).call, donate_argnums=1)
     held = caches()

@@ -1,0 +1,155 @@
+"""CUDA graphs and streams: one recording serves every batch of its padded shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cuda import steps
+from tests.frontends import TorchFrontend
+
+
+class TorchStep:
+    """A step in PyTorch, on buffers that stay."""
+
+    def __init__(self, rng: np.random.Generator, op: str) -> None:
+        self.frontend = TorchFrontend("cuda")
+        self.op = op
+        self.caches = tuple(map(self.frontend.tensor, steps.empty_caches(rng)))
+        first = dataclasses.asdict(steps.step(rng, "decode"))
+        self.inputs = {name: self.frontend.tensor(array) for name, array in first.items()}
+        self.out: Any = None
+
+    def set(self, now: steps.Step) -> None:
+        for name, array in dataclasses.asdict(now).items():
+            self.inputs[name].copy_(self.frontend.tensor(array))
+
+    def run(self) -> None:
+        fx, x = self.frontend.fx, self.inputs
+        fx.reshape_and_cache_flash(x["key"], x["value"], *self.caches, x["slots"])
+        if self.op == "paged_attention":
+            self.out = fx.paged_attention(
+                x["query"], self.caches, x["lengths"], x["table"], x["starts"], x["num_seqs"], steps.SCALE
+            )
+            return
+        self.out = fx.flash_attn_varlen_func(
+            x["query"],
+            *self.caches,
+            steps.T,
+            x["starts"],
+            steps.M * steps.PAGE,
+            seqused_k=x["lengths"],
+            block_table=x["table"],
+            num_seqs=x["num_seqs"],
+            softmax_scale=steps.SCALE,
+            causal=True,
+        )
+
+    def check(self, now: steps.Step, run: Callable[[], None]) -> None:
+        old = tuple(map(self.frontend.array, self.caches))
+        self.set(now)
+        run()
+        new = tuple(map(self.frontend.array, self.caches))
+        steps.check(now, old, new, self.frontend.array(self.out))
+
+
+@pytest.mark.parametrize("kind", steps.KINDS)
+@pytest.mark.parametrize("op", ["flash_attn_varlen_func", "paged_attention"])
+def test_torch_graph(torch: Any, rng: np.random.Generator, op: str, kind: str) -> None:
+    """Replays after lengths, tables, slots and num_seqs changed in place."""
+    state = TorchStep(rng, op)
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        state.run()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.run()
+    for _ in range(4):
+        state.check(steps.step(rng, kind), graph.replay)
+
+
+def test_torch_side_stream(torch: Any, rng: np.random.Generator) -> None:
+    """Work goes to the current stream: behind what is there, and not to the default one."""
+    state = TorchStep(rng, "paged_attention")
+    now = steps.step(rng, "mixed")
+    old = tuple(map(state.frontend.array, state.caches))
+    arrays = {name: state.frontend.tensor(array) for name, array in dataclasses.asdict(now).items()}
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # the inputs come late
+        for name, array in arrays.items():
+            state.inputs[name].copy_(array)
+        state.run()
+    assert not stream.query()
+    torch.cuda.default_stream().synchronize()
+    stream.synchronize()
+    new = tuple(map(state.frontend.array, state.caches))
+    steps.check(now, old, new, state.frontend.array(state.out))
+
+
+def test_torch_other_device(torch: Any, rng: np.random.Generator) -> None:
+    """Tensors on a device that is not the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    state = TorchStep(rng, "paged_attention")
+    state.inputs = {name: x.to("cuda:1") for name, x in state.inputs.items()}
+    state.caches = tuple(x.to("cuda:1") for x in state.caches)
+    state.check(steps.step(rng, "mixed"), state.run)
+    assert torch.cuda.current_device() == 0
+
+
+def jax_layers(fx: Any, count: int) -> Callable[..., Any]:
+    def program(x: dict[str, Any], caches: Any) -> Any:
+        outs, new = [], []
+        for k, v in caches[:count]:
+            k, v = fx.reshape_and_cache_flash(x["key"], x["value"], k, v, x["slots"])
+            meta = (x["lengths"], x["table"], x["starts"], x["num_seqs"])
+            outs.append(fx.paged_attention(x["query"], (k, v), *meta, steps.SCALE))
+            new.append((k, v))
+        return outs, new
+
+    return program
+
+
+@pytest.mark.parametrize("kind", steps.KINDS)
+def test_jax_command_buffers(jax: Any, rng: np.random.Generator, kind: str) -> None:
+    """A jitted step, which XLA records into a CUDA graph, with other index tensors in each call."""
+    import flashxla.jax as fx
+
+    program = jax.jit(jax_layers(fx, 2), donate_argnums=1)
+    caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng))) for _ in range(2)]
+    pointers = [x.unsafe_buffer_pointer() for pair in caches for x in pair]
+    for _ in range(6):
+        now = steps.step(rng, kind)
+        old = [tuple(np.array(x) for x in pair) for pair in caches]
+        outs, caches = program(dataclasses.asdict(now), caches)
+        assert [x.unsafe_buffer_pointer() for pair in caches for x in pair] == pointers
+        for out, before, after in zip(outs, old, caches, strict=True):
+            steps.check(now, before, tuple(map(np.asarray, after)), np.asarray(out))
+
+
+def test_jax_layers_share_a_plan(jax: Any, rng: np.random.Generator) -> None:
+    import flashxla.jax as fx
+    from flashxla.doctor import hlo
+
+    caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng))) for _ in range(3)]
+    now = dataclasses.asdict(steps.step(rng, "mixed"))
+    compiled = jax.jit(jax_layers(fx, 3), donate_argnums=1).lower(now, caches).compile()
+    program = hlo.Program("layers", compiled.as_text(), 0)
+    targets = program.targets()
+    assert targets.count("flashxla_attention_plan") == 1
+    assert targets.count("flashxla_attention") == targets.count("flashxla_kv_cache") == 3
+    assert program.copies(at_least=caches[0][0].nbytes) == []
+
+
+def test_torch_writes_are_in_place(torch: Any) -> None:
+    from flashxla.doctor import probe
+
+    assert probe.run("torch_cuda").in_place

@@ -1,0 +1,66 @@
+"""libflashxla_cuda.so as a file, and what it does where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from flashxla import native
+
+FUNCTIONS = ("kv_cache", "attention", "merge_states", "attention_plan", "attention_needs")
+
+CALL_WITHOUT_GPU = """
+import numpy as np
+from flashxla import native
+library = native.library("cuda")
+out, lse = np.ones((4, 2, 64), np.float32), np.ones((2, 4), np.float32)
+arrays = {"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse, "out": out.copy(), "lse": lse.copy()}
+tensors = {}
+for name, array in arrays.items():
+    tensors[name] = native.CTensor.of(0, array.shape)
+    tensors[name].address = array.ctypes.data
+print(library.run(native.MERGE_STATES, library.arguments(native.MERGE_STATES, tensors, {}), stream=None))
+"""
+
+
+def readelf(library: native.Library, *options: str) -> str:
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf")
+    return subprocess.check_output(["readelf", "--wide", *options, library.path], text=True)
+
+
+def test_it_needs_nothing_of_cuda_torch_or_python(library: native.Library) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf(library, "--dynamic"))
+    system = re.compile(r"(lib(c|m|dl|rt|pthread)|ld-linux.*)\.so\.\d")
+    assert needed and all(system.fullmatch(name) for name in needed), needed
+
+
+def test_it_exports_the_c_abi_alone(library: native.Library) -> None:
+    exported = set()
+    for line in readelf(library, "--dyn-syms").splitlines():
+        fields = line.split()
+        if len(fields) >= 8 and fields[3:5] == ["FUNC", "GLOBAL"] and fields[6] != "UND":
+            exported.add(fields[7].partition("@")[0])
+    assert {f"flashxla_cuda_{name}" for name in FUNCTIONS} <= exported
+    assert all(name.startswith("flashxla_") for name in exported), exported
+    assert not any(name.startswith("flashxla_cpu_") for name in exported)
+
+
+def test_targets(library: native.Library) -> None:
+    cpu = native.library("cpu")
+    assert set(library.ffi_targets) == {*cpu.ffi_targets, "flashxla_attention_plan"}
+    assert library.ffi_api_version == cpu.ffi_api_version
+
+
+def test_a_call_without_a_gpu_is_an_error(library: native.Library) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", CALL_WITHOUT_GPU], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CUDA: " in done.stdout, done.stdout

@@ -1,0 +1,79 @@
+"""flashxla.explain: what serves a call, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashxla
+from flashxla import native
+
+T, S, M, P, B, HQ, HK, D = 5, 2, 3, 9, 16, 4, 2, 64
+INDEX: tuple[tuple[int, ...], ...] = ((S,), (S, M), (S + 1,), (1,))
+
+
+def jax_arguments() -> tuple[Any, ...]:
+    jax = pytest.importorskip("jax")
+    cache = jax.ShapeDtypeStruct((P, B, HK, D), "float32")
+    index = [jax.ShapeDtypeStruct(shape, "int32") for shape in INDEX]
+    return (jax.ShapeDtypeStruct((T, HQ, D), "float32"), (cache, cache), *index, 0.125)
+
+
+def torch_arguments() -> tuple[Any, ...]:
+    torch = pytest.importorskip("torch")
+    caches = tuple(torch.zeros(P, B, HK, D) for _ in "kv")
+    index = [torch.zeros(shape, dtype=torch.int32) for shape in INDEX]
+    return (torch.zeros(T, HQ, D), caches, *index, 0.125)
+
+
+ARGUMENTS = {"jax": jax_arguments, "torch": torch_arguments}
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_cpu(framework: str) -> None:
+    arguments = ARGUMENTS[framework]()
+    got = flashxla.explain("paged_attention", *arguments, platform="cpu")
+    assert (got.operation, got.platform, got.reason) == ("paged_attention", "cpu", "")
+    assert native.library("cpu").instruction_set in got.few_queries
+    assert got.few_queries in str(got) and got.many_queries in str(got)
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_cuda(framework: str) -> None:
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    got = flashxla.explain("paged_attention", *ARGUMENTS[framework](), platform="cuda")
+    assert got.few_queries and got.many_queries and got.plan_bytes > 0
+    assert f"{got.plan_bytes} bytes" in str(got)
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_functions_and_keywords(framework: str) -> None:
+    arguments = ARGUMENTS[framework]()
+    module = pytest.importorskip(f"flashxla.{framework}")
+    by_function = flashxla.explain(module.paged_attention, *arguments[:-1], scale=0.125, platform="cpu")
+    assert by_function == flashxla.explain("paged_attention", *arguments, platform="cpu")
+
+
+def test_nothing_runs() -> None:
+    torch = pytest.importorskip("torch")
+    cache, key = torch.zeros(2, 4, 1, 8), torch.ones(1, 1, 8)
+    got = flashxla.explain("reshape_and_cache_flash", key, key, cache, cache.clone(), torch.tensor([5]))
+    assert got.platform == "cpu" and got.few_queries == got.many_queries
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_wrong_calls_raise_what_the_call_raises(framework: str) -> None:
+    query, *rest = ARGUMENTS[framework]()
+    with pytest.raises(ValueError, match="paged_attention: sliding_window: got 0"):
+        flashxla.explain("paged_attention", query, *rest, sliding_window=0)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="operation: got 'attention'; accepted: flash_attn_varlen_func"):
+        flashxla.explain("attention", np.zeros(3))
+    with pytest.raises(ValueError, match="platform: got 'tpu'"):
+        flashxla.explain("paged_attention", platform="tpu")
