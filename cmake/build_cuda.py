@@ -72,7 +72,7 @@ def _ninja_log() -> dict[str, tuple[str, float]]:
 def _report(seconds: float, before: dict[str, tuple[str, float]]) -> None:
     times = _ninja_log()
     print(f"{'part':<44}{'size':>10}{'time':>9}")
-    for path in [*sorted(BUILD.rglob("*.o")), BUILD / "libflashxla_cuda.so"]:
+    for path in [*sorted(BUILD.rglob("*.c[cu].o")), BUILD / "libflashxla_cuda.so"]:
         name = path.relative_to(BUILD).as_posix()
         took = f"{times[name][1]:.1f} s" if name in times else ""
         if name in times and before.get(name) == times[name]:
