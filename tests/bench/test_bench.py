@@ -57,7 +57,9 @@ def run_bench(tmp_path: Path, *words: str) -> dict[str, Any]:
         files += ["--plot", str(plot)]
     threads = torch.get_num_threads()
     try:
-        assert cli.run(parser.parse_args([*words, "--quick", "--rounds", "2", *files])) == 0
+        assert (
+            cli.run(parser.parse_args([*words, "--device", "cpu", "--quick", "--rounds", "2", *files])) == 0
+        )
     finally:
         torch.set_num_threads(threads)
     assert "--plot" not in files or plot.read_text().rstrip().endswith("</svg>")
@@ -172,7 +174,7 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else real(name))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    assert cli.run(parser.parse_args(words)) == 2
+    assert cli.run(parser.parse_args([*words, "--device", "cpu"])) == 2
     assert f"needs {module}: pip install 'flashxla[{extra}]'" in capsys.readouterr().err
 
 

@@ -1,0 +1,186 @@
+"""The section step: a whole decode step of a Llama-3-8B-shaped model in JAX, with donated caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from flashxla.bench.gpu import batch as batches
+from flashxla.bench.gpu import ceilings, compare, pairs, profile, shapes, timers
+from flashxla.bench.gpu.compare import Contender, Prepared, Row, Work
+from flashxla.bench.gpu.reference import WrongResult
+from flashxla.bench.gpu.settings import Settings
+
+_TOLERANCE, _PEER_TOLERANCE = 3e-2, 1e-1
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KERNELS = "the operations' kernels alone, 1 layer"
+
+
+def _sizes(settings: Settings) -> tuple[tuple[int, ...], int]:
+    """Batches, keys of a sequence."""
+    return ((1, 3), 40) if settings.quick else ((1, 16, 64), 2048)
+
+
+def _config(settings: Settings) -> Any:
+    from flashxla.bench.gpu.llama import Config
+
+    small = Config(layers=2, hidden=64, heads=(4, 2), dim=32, mlp=96, vocab=128)
+    return small if settings.quick else Config()
+
+
+def cases(section: str, settings: Settings) -> list[str]:
+    """A batch each."""
+    batches, keys = _sizes(settings)
+    return [f"batch {count}, {keys} keys" for count in batches]
+
+
+def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
+    """A step with each way to do the attention, and what the operations cost in it."""
+    from flashxla.bench.gpu import step_attention
+
+    counts, keys = _sizes(settings)
+    count = counts[cases(section, settings).index(case)]
+    ways = [step_attention.OURS, step_attention.NOTHING]
+    if settings.peers:
+        ways.append(step_attention.PALLAS)
+    if settings.peers and (settings.everything or settings.quick):
+        ways.append(step_attention.GATHER)
+    steps = {way.name: _Step(way, count, keys, settings) for way in ways}
+    found = [
+        Contender(name, step.prepare, ours=name == step_attention.OURS.name, work=step.work)
+        for name, step in steps.items()
+    ]
+    us: dict[str, float] = {}
+    for row in compare.run(case, settings.dtype, found, settings):
+        if "us" in row:
+            us[row["contender"]] = row["us"]
+            row.update(tokens_per_second=count / row["us"] * 1e6, **steps[row["contender"]].facts)
+        yield row
+    yield from _derived(case, count, keys, us, settings)
+    if settings.profile:
+        yield {"begin": "profile"}
+        for name in us:
+            yield profile.row(case, settings.dtype, name, steps[name].dispatch, 1)
+
+
+def _derived(case: str, count: int, keys: int, us: dict[str, float], settings: Settings) -> Iterator[Row]:
+    """A layer's write and attention: in the program, by the difference; and their kernels alone."""
+    from flashxla.bench.gpu import step_attention
+
+    config = _config(settings)
+    without = us.get(step_attention.NOTHING.name)
+    for name, time_us in us.items():
+        if without is not None and name != step_attention.NOTHING.name:
+            yield {
+                "case": case,
+                "dtype": settings.dtype,
+                "contender": f"write + attention by {name}, 1 layer of the step",
+                "us": (time_us - without) / config.layers,
+                "derived": True,
+            }
+    shape = shapes.Shape(
+        case, shapes.newest(*[keys] * count), heads=config.heads, dim=config.dim, dtype=settings.dtype
+    )
+
+    def prepare() -> Prepared:
+        batch = batches.build(shape, settings.device)
+        return pairs.in_torch(batch, batch.sets)
+
+    for row in compare.run(case, settings.dtype, [Contender(_KERNELS, prepare)], settings):
+        yield row if "begin" in row else {**row, "derived": True}
+
+
+class _Step:
+    """A step with one way to do the attention."""
+
+    def __init__(self, way: Any, count: int, keys: int, settings: Settings) -> None:
+        self._way, self._count, self._keys, self._settings = way, count, keys, settings
+        self._config = _config(settings)
+        self.facts: Row = {}
+
+    @property
+    def work(self) -> Work:
+        """Bytes that must be read: the weights, and the keys and values."""
+        config = self._config
+        numbers = config.weights_read
+        if self._way.reads_cache:
+            numbers += 2 * config.layers * self._count * self._keys * config.widths[1]
+        return Work(numbers * _ITEM_BYTES[self._settings.dtype], "TB/s", ceilings.COPY)
+
+    def prepare(self) -> Prepared:
+        """Compiles it."""
+        import jax
+        import jax.numpy as jnp
+
+        from flashxla.bench.gpu import llama, step_attention
+
+        error = self._check() if self._way.reads_cache else 0.0
+        params = _params(self._config, self._settings.dtype)
+        batch = step_attention.batch(self._count, self._keys)
+        pages = batch["tables"].size
+        caches = [
+            self._way.cache(self._config, pages, self._settings.dtype) for _ in range(self._config.layers)
+        ]
+
+        @functools.partial(jax.jit, donate_argnums=(1, 2))
+        def program(params: Any, caches: Any, tokens: Any, batch: Any) -> Any:
+            logits, caches = llama.step(self._config, self._way.attend, params, caches, tokens, batch)
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), caches
+
+        tokens = jnp.zeros(self._count, jnp.int32)
+        start = time.perf_counter()
+        self._program = program.lower(params, caches, tokens, batch).compile()
+        self.facts["compile_seconds"] = time.perf_counter() - start
+        self.facts["temporary_bytes"] = _temporary_bytes(self._program)
+        print(f"  compiled in {self.facts['compile_seconds']:.0f} s", file=sys.stderr, flush=True)
+        self._state = params, caches, tokens, batch
+        return Prepared(lambda: error, lambda: timers.ProgramTimer(self.dispatch, 1, seconds=60e-3))
+
+    def dispatch(self) -> Any:
+        """One step on the last one's tokens and caches; the lengths stay."""
+        params, caches, tokens, batch = self._state
+        tokens, caches = self._program(params, caches, tokens, batch)
+        self._state = params, caches, tokens, batch
+        return tokens
+
+    def _check(self) -> float:
+        """One layer of the same widths, against plain jax.numpy."""
+        import jax
+        import jax.numpy as jnp
+
+        from flashxla.bench.gpu import llama, step_attention
+
+        config = dataclasses.replace(self._config, layers=1, vocab=512)
+        dtype = self._settings.dtype
+        params = llama.init(config, dtype)
+        batch = step_attention.batch(self._count, self._keys)
+        tokens = jnp.arange(self._count, dtype=jnp.int32) % config.vocab
+        logits = []
+        for way in (step_attention.GATHER, self._way):
+            caches = [way.cache(config, batch["tables"].size, dtype)]
+            program = jax.jit(functools.partial(llama.step, config, way.attend))
+            logits.append(program(params, caches, tokens, batch)[0])
+        error = float(jnp.linalg.norm(logits[1] - logits[0]) / jnp.linalg.norm(logits[0]))
+        limit = _TOLERANCE if self._way is step_attention.OURS else _PEER_TOLERANCE
+        if not error <= limit:
+            raise WrongResult(f"wrong result: relative error {error:.2g} of the logits of one layer")
+        return error
+
+
+@functools.cache
+def _params(config: Any, dtype: str) -> Any:
+    """Made once for all batches."""
+    from flashxla.bench.gpu import llama
+
+    return llama.init(config, dtype)
+
+
+def _temporary_bytes(compiled: Any) -> int | None:
+    try:
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
