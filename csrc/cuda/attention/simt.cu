@@ -1,0 +1,68 @@
+// kTile for float32 queries: CUDA cores, as tensor cores would round the factors to 11 bits.
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/attention/dispatch.cuh"
+#include "cuda/attention/engines.h"
+#include "cuda/attention/simt_few.cuh"
+#include "cuda/attention/simt_tile.cuh"
+#include "cuda/launch.h"
+
+namespace flashxla::attention {
+namespace {
+
+template <int kDims, int kKeys, bool kFp8>
+__global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(16) char shared[];
+  // Not in registers: the arithmetic needs them all.
+  __shared__ __align__(16) char item_storage[sizeof(SimtItem)];
+  SimtItem& item = *reinterpret_cast<SimtItem*>(item_storage);
+  using Tile = SimtTile<kDims, kKeys, kFp8>;
+  using Few = SimtFew<kDims, kFp8>;
+  const int num_tiles = p.plan.totals[kTile];
+  const int64_t num_items = int64_t{num_tiles} * p.num_kv_heads;
+  for (int64_t i = blockIdx.x; i < num_items; i += gridDim.x) {
+    __syncthreads();  // the item before is done
+    if (threadIdx.x == 0) {
+      // The last tiles of a sequence see the most keys: they start first.
+      const int tile = num_tiles - 1 - static_cast<int>(i / p.num_kv_heads);
+      item = SimtItem(p, tile, static_cast<int>(i % p.num_kv_heads));
+    }
+    __syncthreads();
+    if (item.num_rows <= kFewRows) {
+      Few::Attend(p, item, *reinterpret_cast<typename Few::Shared*>(shared));
+    } else {
+      Tile::Attend(p, item, *reinterpret_cast<typename Tile::Shared*>(shared));
+    }
+  }
+}
+
+template <int kDims, int kKeys>
+constexpr int kSharedBytes =
+    static_cast<int>(std::max(sizeof(SimtTileShared<kDims, kKeys>), sizeof(SimtFewShared<kDims>)));
+
+template <int kDims, int kKeys>
+void Launch(const Problem& p, cudaStream_t stream) {
+  auto* kernel =
+      IsFp8(p.kv_dtype) ? SimtKernel<kDims, kKeys, true> : SimtKernel<kDims, kKeys, false>;
+  constexpr int kBytes = kSharedBytes<kDims, kKeys>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  kernel<<<2 * NumMultiprocessors(), kSimtThreads, kBytes, stream>>>(p);
+}
+
+}  // namespace
+
+void LaunchSimt(const Problem& p, cudaStream_t stream) {
+  if (p.num_kv_heads == 0 || p.plan.num_sequences == 0) return;
+  if (p.head_size <= 64) {
+    Launch<64, 64>(p, stream);
+  } else if (p.head_size <= 128) {
+    Launch<128, 64>(p, stream);
+  } else if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kSharedBytes<256, 32>) {
+    Launch<256, 32>(p, stream);
+  } else {
+    Launch<256, 16>(p, stream);
+  }
+}
+
+}  // namespace flashxla::attention

@@ -1,0 +1,119 @@
+// kSimt's unit of work, a tile of rows of one KV head, and how its rows and keys are read.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
+
+#include "cuda/attention/dtypes.cuh"
+#include "cuda/attention/problem.cuh"
+
+namespace flashxla::attention {
+
+constexpr int kSimtThreads = 256;
+constexpr int kSimtWarps = kSimtThreads / 32;
+
+// What a row sees; in shared memory. Rows behind the last one see nothing.
+struct SimtRow {
+  int begin, end;  // keys
+  int diagonal;    // its position among the keys
+  float slope;     // ALiBi
+};
+
+struct SimtItem {
+  Sequence s;
+  int index, kv_head;
+  int first_row, num_rows;  // a row is a query token of one head
+  int begin, end;           // keys that any of its rows sees
+  float scale;              // of a dot product; in log2 units if plain
+  bool plain;               // no softcap, no ALiBi
+
+  __device__ SimtItem(const Problem& p, int tile, int head)
+      : index(FindStart(p.plan.tile_starts, p.plan.num_sequences, tile)), kv_head(head) {
+    s = p.plan.sequences[index];
+    first_row = (tile - p.plan.tile_starts[index]) * kTileRows;
+    num_rows = min(kTileRows, s.num_queries * p.group_size - first_row);
+    int unused;
+    p.Visible(s, first_row / p.group_size, &begin, &unused);
+    p.Visible(s, (first_row + num_rows - 1) / p.group_size, &unused, &end);
+    plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
+    scale = p.ScoreScale(index, kv_head) * (plain ? kLog2e : 1.f);
+  }
+
+  __device__ int Query(const Problem& p, int row) const { return (first_row + row) / p.group_size; }
+  __device__ int Token(const Problem& p, int row) const { return s.first_query + Query(p, row); }
+  __device__ int Head(const Problem& p, int row) const {
+    return kv_head * p.group_size + (first_row + row) % p.group_size;
+  }
+
+  __device__ SimtRow Row(const Problem& p, int row) const {
+    SimtRow r = {0, 0, 0, 0.f};
+    if (row >= num_rows) return r;
+    const int query = Query(p, row);
+    p.Visible(s, query, &r.begin, &r.end);
+    r.diagonal = query - s.num_queries + s.length;
+    r.slope = p.alibi_slopes.at(index, Head(p, row), 0.f);
+    return r;
+  }
+
+  // The score (log2) of a row and key j with a dot product; -inf if the row does not see the key.
+  __device__ float Score(const Problem& p, const SimtRow& row, int j, bool exists,
+                         float dot) const {
+    float x = dot * scale;
+    if (!plain) x = p.Score(x, row.slope, int64_t{row.diagonal} - j) * kLog2e;
+    return exists && j >= row.begin && j < row.end ? x : -INFINITY;
+  }
+
+  // Where key j starts in the keys and in the values, in elements. False if it does not exist.
+  __device__ bool Find(const Problem& p, int j, int64_t* k, int64_t* v) const {
+    int block = 0, token = 0;
+    if (j >= end || !p.Locate(s, index, j, &block, &token)) return false;
+    *k = block * p.k.stride_block + token * p.k.stride_token + kv_head * p.k.stride_head;
+    *v = block * p.v.stride_block + token * p.v.stride_token + kv_head * p.v.stride_head;
+    return true;
+  }
+};
+
+// Queries of the item's first `num_rows` rows into shared memory, kStride floats a row; zeros
+// behind the head size and behind the item's rows.
+template <int kDims, int kStride>
+__device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows, float* q) {
+  const auto* data = reinterpret_cast<const float*>(p.q.data);
+  for (int i = threadIdx.x; i < num_rows * kDims; i += kSimtThreads) {
+    const int row = i / kDims, d = i % kDims;
+    float x = 0.f;
+    if (row < item.num_rows && d < p.head_size) {
+      x = data[item.Token(p, row) * p.q.stride_token + item.Head(p, row) * p.q.stride_head +
+               d * p.q.stride_dim];
+    }
+    q[row * kStride + d] = x;
+  }
+}
+
+// Dims [d, d + 4) of the key or value that starts at `offset`; zeros behind the head size.
+template <bool kFp8>
+__device__ float4 LoadFour(const Problem& p, const Cache& c, int64_t offset, int d) {
+  const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
+  if (p.kv_vectors) {  // the head size is a multiple of four then
+    if (d >= p.head_size) return make_float4(0.f, 0.f, 0.f, 0.f);
+    if constexpr (kFp8) {
+      const uint32_t bits = *reinterpret_cast<const uint32_t*>(c.data + offset + d);
+      const float2 low = DecodeFp8x2(static_cast<uint16_t>(bits), e5m2);
+      const float2 high = DecodeFp8x2(static_cast<uint16_t>(bits >> 16), e5m2);
+      return make_float4(low.x, low.y, high.x, high.y);
+    } else {
+      return *reinterpret_cast<const float4*>(c.data + (offset + d) * 4);
+    }
+  }
+  auto load = [&](int i) {
+    if (i >= p.head_size) return 0.f;
+    const int64_t at = offset + i * c.stride_dim;
+    if constexpr (kFp8) {
+      return DecodeFp8(reinterpret_cast<const uint8_t*>(c.data)[at], e5m2);
+    } else {
+      return reinterpret_cast<const float*>(c.data)[at];
+    }
+  };
+  return make_float4(load(d), load(d + 1), load(d + 2), load(d + 3));
+}
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_

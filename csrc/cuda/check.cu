@@ -1,0 +1,108 @@
+#include <algorithm>
+#include <list>
+#include <new>
+#include <vector>
+
+#include "common/error.h"
+#include "common/index_checks.h"
+#include "common/slot_mapping.h"
+#include "common/tensor_view.h"
+#include "cuda/check.h"
+#include "cuda/launch.h"
+
+namespace flashxla {
+namespace {
+
+bool CanCheck(const flashxla_context* context) {
+  if (context == nullptr || context->check_indices == 0) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(StreamOf(context), &status) != cudaSuccess) {
+    cudaGetLastError();  // the default stream, while another stream is recorded
+    return false;
+  }
+  return status == cudaStreamCaptureStatusNone;
+}
+
+// Tensors in host memory.
+class HostCopies {
+ public:
+  explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
+
+  // Starts a copy of all that lies between the first and the last element: strides stay.
+  flashxla_tensor Add(flashxla_tensor t) {
+    const int64_t size = ElementSize(t.dtype);
+    int64_t first = 0, last = 0;  // element offsets
+    for (int64_t i = 0; i < t.rank; ++i) {
+      if (t.shape[i] == 0) last = -1;
+    }
+    for (int64_t i = 0; i < t.rank && last >= 0; ++i) {
+      const int64_t step = (t.shape[i] - 1) * t.stride[i];
+      (step < 0 ? first : last) += step;
+    }
+    if (t.data == nullptr) return t;
+    // An empty tensor is present too: its copy has an address.
+    std::vector<char>& copy =
+        copies_.emplace_back(static_cast<size_t>(std::max<int64_t>(last - first + 1, 1) * size));
+    if (last >= first && status_ == cudaSuccess) {
+      status_ = cudaMemcpyAsync(copy.data(), static_cast<const char*>(t.data) + first * size,
+                                (last - first + 1) * size, cudaMemcpyDeviceToHost, stream_);
+    }
+    t.data = copy.data() - first * size;
+    return t;
+  }
+
+  // Waits for the copies.
+  flashxla_status Finish(const char* op) {
+    if (status_ == cudaSuccess) status_ = cudaStreamSynchronize(stream_);
+    if (status_ == cudaSuccess) return FLASHXLA_OK;
+    cudaGetLastError();
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "%s: CUDA: %s", op, cudaGetErrorString(status_));
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaError_t status_ = cudaSuccess;
+  std::list<std::vector<char>> copies_;
+};
+
+}  // namespace
+
+flashxla_status CheckAttention(const flashxla_attention_args& args,
+                               const flashxla_context* context) try {
+  if (!CanCheck(context)) return FLASHXLA_OK;
+  HostCopies copies(StreamOf(context));
+  flashxla_attention_args host = args;
+  for (auto field : {&flashxla_attention_args::cu_seqlens_q, &flashxla_attention_args::cu_seqlens_k,
+                     &flashxla_attention_args::seqused_k, &flashxla_attention_args::leftpad_k,
+                     &flashxla_attention_args::block_table, &flashxla_attention_args::num_seqs}) {
+    host.*field = copies.Add(args.*field);
+  }
+  if (const flashxla_status status = copies.Finish("attention"); status != FLASHXLA_OK) {
+    return status;
+  }
+  int64_t num_blocks = 1, block_size = args.k.shape[0];
+  if (args.block_table.data != nullptr) {
+    CacheView k, v;
+    ViewCache(args.k, args.v, args.layout, &k, &v);
+    num_blocks = k.num_blocks, block_size = k.block_size;
+  }
+  std::vector<Sequence> sequences;
+  return ReadSequences(host, num_blocks, block_size, true, &sequences);
+} catch (const std::bad_alloc&) {
+  return SetError(FLASHXLA_OUT_OF_MEMORY, "attention: out of memory");
+}
+
+flashxla_status CheckSlotMapping(const flashxla_tensor& slot_mapping, int64_t num_slots,
+                                 const flashxla_context* context) try {
+  if (!CanCheck(context)) return FLASHXLA_OK;
+  HostCopies copies(StreamOf(context));
+  const flashxla_tensor host = copies.Add(slot_mapping);
+  if (const flashxla_status status = copies.Finish("kv_cache"); status != FLASHXLA_OK) {
+    return status;
+  }
+  return CheckSlots(SlotMapping(host), num_slots);
+} catch (const std::bad_alloc&) {
+  return SetError(FLASHXLA_OUT_OF_MEMORY, "kv_cache: out of memory");
+}
+
+}  // namespace flashxla
