@@ -23,10 +23,11 @@ __global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_const
   const int64_t num_items = int64_t{num_tiles} * p.num_kv_heads;
   for (int64_t i = blockIdx.x; i < num_items; i += gridDim.x) {
     __syncthreads();  // the item before is done
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {  // a warp searches together
       // The last tiles of a sequence see the most keys: they start first.
       const int tile = num_tiles - 1 - static_cast<int>(i / p.num_kv_heads);
-      item = SimtItem(p, tile, static_cast<int>(i % p.num_kv_heads));
+      const SimtItem found(p, tile, static_cast<int>(i % p.num_kv_heads));
+      if (threadIdx.x == 0) item = found;
     }
     __syncthreads();
     if (item.num_rows <= kFewRows) {
