@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,42 +31,51 @@ def cases(section: str, settings: Settings) -> list[str]:
 def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
     """Microseconds a pair: jitted programs of several lengths, and the kernels alone."""
     batch = batches.build(_shape(settings), settings.device)
-    counts = (1, 2, 4) if settings.quick else (1, 32, 128)
-    programs = {f"flashxla in JAX, {count} in a program": _Program(batch, count) for count in counts}
-    found = [Contender(name, program.prepare, ours=True) for name, program in programs.items()]
+    _, few, many = counts = (1, 2, 4) if settings.quick else (1, 32, 128)
+    programs = [_Program(batch, count, plan_each=False) for count in counts]
+    programs += [_Program(batch, count, plan_each=True) for count in (few, many)]
+    found = [Contender(program.name, program.prepare, ours=True) for program in programs]
     found.append(Contender(_KERNELS, lambda: pairs.in_torch(batch, 1), ours=True))
     us = {}
     for row in compare.run(case, batch.shape.dtype, found, settings):
         if "us" in row:
             us[row["contender"]] = row["us"]
         yield row
-    yield from _derived(case, batch.shape.dtype, us, counts)
+    yield from _derived(case, batch.shape.dtype, us, few, many)
     if settings.profile:
         yield {"begin": "profile"}
-        for name, program in programs.items():
-            yield profile.row(case, batch.shape.dtype, name, program.dispatch, program.count)
+        for program in programs:
+            if program.name in us:
+                yield profile.row(case, batch.shape.dtype, program.name, program.dispatch, program.count)
 
 
-def _derived(case: str, dtype: str, us: dict[str, float], counts: tuple[int, ...]) -> Iterator[Row]:
-    times = [us.get(f"flashxla in JAX, {count} in a program") for count in counts]
-    kernels = us.get(_KERNELS)
-    _, few, many = times
-    if few is None or many is None or kernels is None:
+def _derived(case: str, dtype: str, us: dict[str, float], few: int, many: int) -> Iterator[Row]:
+    """Beyond the same kernels: the whole program's time, and what its later pairs add."""
+    if not {_name(few, True), _name(many, True), _KERNELS} <= set(us):
         return
-    slope = (many * counts[2] - few * counts[1]) / (counts[2] - counts[1])
+    kernels, short, long = us[_KERNELS], us[_name(few, True)], us[_name(many, True)]
+    slope = (long * many - short * few) / (many - few)
     for name, value in (
-        (f"overhead a pair, {counts[1]} in a program", few - kernels),
-        (f"each pair from {counts[1]} to {counts[2]}", slope),
-        ("overhead of each of those", slope - kernels),
+        (f"overhead a pair, {few} in a program", short - kernels),
+        (f"overhead of each pair from {few} to {many}", slope - kernels),
     ):
         yield {"case": case, "dtype": dtype, "contender": name, "us": value, "derived": True}
 
 
-class _Program:
-    """A jitted program of `count` pairs, each one's results the next one's queries; the caches are donated."""
+def _name(count: int, plan_each: bool) -> str:
+    return f"flashxla in JAX, {count} in a program" + (", a plan each" if plan_each else "")
 
-    def __init__(self, batch: Batch, count: int) -> None:
-        self._batch, self.count = batch, count
+
+class _Program:
+    """A jitted program of `count` pairs, each one's results the next one's queries; the caches are donated.
+
+    plan_each: the lengths are other arrays for each pair, so that XLA cannot see that one plan serves all: then
+    it runs the kernels that PyTorch runs, which plans at each call.
+    """
+
+    def __init__(self, batch: Batch, count: int, plan_each: bool) -> None:
+        self._batch, self.count, self._plan_each = batch, count, plan_each
+        self.name = _name(count, plan_each)
 
     def prepare(self) -> Prepared:
         """Compiles it."""
@@ -83,38 +91,36 @@ class _Program:
             "value": new.value,
             "slots": new.slots.int(),
             "table": batch.tables[0],
-            "lens": batch.lens_k,
             "starts": batch.cu_q,
             "num_seqs": batch.num_seqs,
         }
         self._inputs = {name: jax_programs.array(tensor) for name, tensor in same.items()}
+        lens = jax_programs.array(batch.lens_k)
+        self._lens = [jnp.copy(lens) if self._plan_each else lens for _ in range(self.count)]
         self._q = jax_programs.array(batch.q[0])
         # JAX copies memory that is not its own when it is donated.
         self._caches = tuple(jnp.copy(jax_programs.array(x)) for x in (batch.keys, batch.values))
         scale = batch.shape.dim**-0.5
 
-        def program(count: int, caches: Any, q: Any, x: Any) -> Any:
+        def program(caches: Any, q: Any, all_lens: Any, x: Any) -> Any:
             keys, values = caches
-            for _ in range(count):
+            for lens in all_lens:
                 keys, values = fx_jax.reshape_and_cache_flash(x["key"], x["value"], keys, values, x["slots"])
                 q = fx_jax.paged_attention(
-                    q, (keys, values), x["lens"], x["table"], x["starts"], x["num_seqs"], scale
+                    q, (keys, values), lens, x["table"], x["starts"], x["num_seqs"], scale
                 )
             return (keys, values), q
 
-        def jitted(count: int) -> Any:
-            return jax.jit(functools.partial(program, count), donate_argnums=0)
-
-        self._run = jitted(self.count)
-        one = jitted(1)
+        # Compiled for as many pairs as there are arrays of lengths.
+        self._run = jax.jit(program, donate_argnums=0)
 
         def check() -> float:
-            self._caches, out = one(self._caches, self._q, self._inputs)
+            self._caches, out = self._run(self._caches, self._q, self._lens[:1], self._inputs)
             return reference.check(batch, jax_programs.tensor(out), ours=True)
 
         return Prepared(check, lambda: timers.ProgramTimer(self.dispatch, self.count))
 
     def dispatch(self) -> Any:
         """Once; returns what to wait for."""
-        self._caches, out = self._run(self._caches, self._q, self._inputs)
+        self._caches, out = self._run(self._caches, self._q, self._lens, self._inputs)
         return out
