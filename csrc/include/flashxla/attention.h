@@ -45,8 +45,10 @@ typedef struct flashxla_attention_args {
   flashxla_tensor q_descale;     // optional f32 [1], [Hk] or [S, Hk]
   flashxla_tensor k_descale;     // optional f32 [1], [Hk] or [S, Hk]
   flashxla_tensor v_descale;     // optional f32 [1], [Hk] or [S, Hk]
+  flashxla_tensor plan;          // cuda: optional i32 [plan_words] of flashxla_cuda_attention_plan
   flashxla_tensor out;           // [T, Hq, D] q's dtype, bf16 for an f8 q
   flashxla_tensor lse;           // optional f32 [Hq, T]
+  flashxla_tensor workspace;     // cuda: u8 [workspace_bytes]
   int64_t layout;                // flashxla_layout of a paged cache
   int64_t kv_dtype;              // flashxla_dtype of a K/V element (never U8)
   int64_t causal;                // 0 or 1
@@ -62,6 +64,44 @@ FLASHXLA_EXPORT flashxla_status flashxla_cpu_attention(const flashxla_attention_
                                                        const flashxla_context* context);
 FLASHXLA_EXPORT flashxla_status flashxla_cuda_attention(const flashxla_attention_args* args,
                                                         const flashxla_context* context);
+
+// What a call on a GPU needs, from what is known before the index tensors are: shapes, strides,
+// dtypes, attributes. `args` names the tensors that are present by any address; none is read.
+typedef struct flashxla_attention_needs {
+  int64_t plan_words;        // of the plan
+  int64_t workspace_bytes;   // without a plan; a call that is given none makes it in its workspace
+  int64_t engines;           // attribute of the plan: which engines serve the call
+  const char* few_queries;   // engine of sequences with few queries (decode), by name
+  const char* many_queries;  // engine of the others (prefill)
+  const char* reason;        // why many_queries is not the fastest one; empty if it is
+} flashxla_attention_needs;
+
+FLASHXLA_EXPORT flashxla_status flashxla_cuda_attention_needs(const flashxla_attention_args* args,
+                                                              flashxla_attention_needs* needs);
+
+// The work lists of an attention call. They depend on nothing but the index tensors and the sizes
+// below, so that the layers of a model, which share those, share the plan.
+typedef struct flashxla_attention_plan_args {
+  flashxla_tensor cu_seqlens_q;
+  flashxla_tensor cu_seqlens_k;
+  flashxla_tensor seqused_k;
+  flashxla_tensor leftpad_k;
+  flashxla_tensor block_table;
+  flashxla_tensor num_seqs;
+  flashxla_tensor plan;  // i32 [plan_words]
+  int64_t engines;       // of flashxla_attention_needs
+  int64_t num_tokens;    // T
+  int64_t num_heads;     // Hq
+  int64_t num_kv_heads;  // Hk
+  int64_t num_blocks;    // P; dense: 1
+  int64_t block_size;    // B; dense: Tk
+  int64_t causal;
+  int64_t window_left;
+  int64_t window_right;
+} flashxla_attention_plan_args;
+
+FLASHXLA_EXPORT flashxla_status flashxla_cuda_attention_plan(
+    const flashxla_attention_plan_args* args, const flashxla_context* context);
 
 #ifdef __cplusplus
 }

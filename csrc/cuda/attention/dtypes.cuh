@@ -1,0 +1,36 @@
+// Reading elements of any query or key dtype.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_DTYPES_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_DTYPES_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "flashxla/common.h"
+
+namespace flashxla::attention {
+
+// Two fp8 numbers (low byte first), exactly.
+__device__ inline float2 DecodeFp8x2(uint16_t bits, bool e5m2) {
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(bits, e5m2 ? __NV_E5M2 : __NV_E4M3);
+  return __half22float2(__half2(raw));
+}
+
+__device__ inline float DecodeFp8(uint8_t bits, bool e5m2) { return DecodeFp8x2(bits, e5m2).x; }
+
+__device__ inline float LoadFloat(const char* data, int64_t i, int dtype) {
+  switch (dtype) {
+    case FLASHXLA_F32:
+      return reinterpret_cast<const float*>(data)[i];
+    case FLASHXLA_F16:
+      return __half2float(reinterpret_cast<const __half*>(data)[i]);
+    case FLASHXLA_BF16:
+      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data)[i]);
+    default:
+      return DecodeFp8(reinterpret_cast<const uint8_t*>(data)[i], dtype == FLASHXLA_F8E5M2);
+  }
+}
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_DTYPES_CUH_

@@ -1,0 +1,148 @@
+// A warp brings 16 keys and their values into shared memory, for warp-wide matrix instructions.
+//
+// A slice is 16 rows of kDims 16-bit elements, in chunks of 16 bytes; row r keeps chunk c at place
+// c ^ (r % 8), so that neither the copies nor the matrix loads meet bank conflicts. fp8 arrives in
+// a slice of bytes and is widened from there.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_
+
+#include "cuda/attention/dtypes.cuh"
+#include "cuda/attention/mma.cuh"
+#include "cuda/attention/problem.cuh"
+
+namespace flashxla::attention {
+
+constexpr int kSliceKeys = 16;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Byte offset of a chunk in a slice of `chunks` chunks a row (a power of two, >= 4).
+template <int kChunks>
+__device__ inline int ChunkOffset(int row, int chunk) {
+  constexpr int kMask = kChunks < 8 ? kChunks - 1 : 7;
+  return (row * kChunks + (chunk ^ (row & kMask))) * 16;
+}
+
+template <int kDims>
+constexpr int kSliceBytes = kSliceKeys * kDims * 2;
+
+// Where a warp's next 16 keys lie: lane l knows key l % 16. Looked up one step before the copies
+// start, for a table entry takes a while to come.
+struct KeyPlaces {
+  int64_t k, v;   // offsets of its first elements from that of the cache, in elements
+  uint32_t mask;  // which of the 16 exist
+
+  __device__ static KeyPlaces None() { return {0, 0, 0}; }
+
+  // Keys [first, first + 16) of a sequence. All lanes of the warp call it.
+  __device__ static KeyPlaces Find(const Problem& p, const Sequence& s, int index, int first) {
+    const int j = first + (threadIdx.x & 15);
+    int block = 0, token = 0;
+    const bool exists = j >= s.first_key && j < s.num_keys && p.Locate(s, index, j, &block, &token);
+    if (!exists) block = 0, token = 0;
+    KeyPlaces places;
+    places.k = block * p.k.stride_block + token * p.k.stride_token;
+    places.v = block * p.v.stride_block + token * p.v.stride_token;
+    places.mask = __ballot_sync(kAllLanes, exists) & 0xffffu;
+    return places;
+  }
+};
+
+template <int kDims, bool kFp8>
+struct KeyLoader {
+  static constexpr int kElementSize = kFp8 ? 1 : 2;
+  static constexpr int kRowBytes = kDims * kElementSize;
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kRowsAtOnce = 32 / kChunks;
+  // Bytes of a stage of one warp: keys, then values.
+  static constexpr int kHalfBytes = kSliceKeys * kRowBytes;
+  static constexpr int kStageBytes = 2 * kHalfBytes;
+  static_assert(kRowsAtOnce >= 1 && kRowsAtOnce <= kSliceKeys);
+
+  // Starts the copies of 16 keys and values of one KV head into `stage`; those that do not exist
+  // become zeros. All lanes of the warp call it. Columns behind head_size are left as they are:
+  // zeroed once, they stay zero.
+  __device__ static void Start(const Problem& p, const KeyPlaces& places, int kv_head,
+                               char* stage) {
+    const char* k = p.k.data + kv_head * p.k.stride_head * kElementSize;
+    const char* v = p.v.data + kv_head * p.v.stride_head * kElementSize;
+    if (!p.kv_vectors) return StartElements(p, places, k, v, stage);
+    const int lane = threadIdx.x & 31;
+    const int chunk = lane % kChunks, lane_row = lane / kChunks;
+    if (p.head_size < kDims && chunk * 16 >= p.head_size * kElementSize) {
+      k = nullptr;
+    } else {
+      k += chunk * 16, v += chunk * 16;
+    }
+    // Vectors start at multiples of 16 bytes, and a cache has less than 2^32 of them.
+    const auto vector_k = static_cast<uint32_t>(places.k / (16 / kElementSize));
+    const auto vector_v = static_cast<uint32_t>(places.v / (16 / kElementSize));
+    const uint32_t to = SharedAddress(stage);
+#pragma unroll
+    for (int r = 0; r < kSliceKeys; r += kRowsAtOnce) {
+      const int row = r + lane_row;
+      const uint64_t from_k = __shfl_sync(kAllLanes, vector_k, row);
+      const uint64_t from_v = __shfl_sync(kAllLanes, vector_v, row);
+      if (k == nullptr) continue;
+      const bool valid = (places.mask >> row) & 1;
+      const int offset = ChunkOffset<kChunks>(row, chunk);
+      CopyAsync16(to + offset, k + from_k * 16, valid);
+      CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid);
+    }
+  }
+
+ private:
+  using Element = std::conditional_t<kFp8, uint8_t, uint16_t>;
+
+  // Any strides, alignment and head size.
+  __device__ __noinline__ static void StartElements(const Problem& p, const KeyPlaces& places,
+                                                    const char* k, const char* v, char* stage) {
+    constexpr int kPerChunk = 16 / kElementSize;
+    const int lane = threadIdx.x & 31;
+    for (int row = 0; row < kSliceKeys; ++row) {
+      const int64_t from_k = __shfl_sync(kAllLanes, places.k, row);
+      const int64_t from_v = __shfl_sync(kAllLanes, places.v, row);
+      const bool valid = (places.mask >> row) & 1;
+      for (int d = lane; d < p.head_size; d += 32) {
+        char* to =
+            stage + ChunkOffset<kChunks>(row, d / kPerChunk) + (d % kPerChunk) * kElementSize;
+        const auto* key = reinterpret_cast<const Element*>(k) + from_k + d * p.k.stride_dim;
+        const auto* value = reinterpret_cast<const Element*>(v) + from_v + d * p.v.stride_dim;
+        *reinterpret_cast<Element*>(to) = valid ? *key : Element{0};
+        *reinterpret_cast<Element*>(to + kHalfBytes) = valid ? *value : Element{0};
+      }
+    }
+  }
+};
+
+// Widens a warp's fp8 stage (keys, values) to slices of T, exactly.
+template <typename T, int kDims>
+__device__ inline void WidenFp8(const char* stage, char* wide, bool e5m2) {
+  using Loader = KeyLoader<kDims, true>;
+  constexpr int kWideChunks = kDims / 8;
+  const int lane = threadIdx.x & 31;
+#pragma unroll 4
+  for (int i = lane; i < 2 * kSliceKeys * Loader::kChunks; i += 32) {
+    const int row = i / Loader::kChunks, chunk = i % Loader::kChunks;  // rows 16..31: values
+    const int half = row / kSliceKeys, r = row % kSliceKeys;
+    const uint4 bytes = *reinterpret_cast<const uint4*>(stage + half * Loader::kHalfBytes +
+                                                        ChunkOffset<Loader::kChunks>(r, chunk));
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    uint32_t out[8];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 low = DecodeFp8x2(words[w] & 0xffff, e5m2);
+      const float2 high = DecodeFp8x2(words[w] >> 16, e5m2);
+      out[2 * w] = Pack<T>(low.x, low.y);
+      out[2 * w + 1] = Pack<T>(high.x, high.y);
+    }
+    char* to = wide + half * kSliceBytes<kDims>;
+    *reinterpret_cast<uint4*>(to + ChunkOffset<kWideChunks>(r, 2 * chunk)) =
+        make_uint4(out[0], out[1], out[2], out[3]);
+    *reinterpret_cast<uint4*>(to + ChunkOffset<kWideChunks>(r, 2 * chunk + 1)) =
+        make_uint4(out[4], out[5], out[6], out[7]);
+  }
+}
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_

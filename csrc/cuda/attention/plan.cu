@@ -1,0 +1,332 @@
+// The plan: one block reads the index tensors once, and lists the engines' work.
+#include "cuda/attention/engines.h"
+#include "cuda/attention/plan.cuh"
+
+namespace flashxla::attention {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+// Above this many wide tiles they keep their order: there are enough to fill the GPU evenly.
+constexpr int kMaxSorted = 2048;
+// Fewer queries than this leave most of a wide tile empty.
+constexpr int kMinWideQueries = 48;
+
+// A one-dimensional index tensor; null data: absent.
+struct Index {
+  const int32_t* data;
+  int64_t stride;
+
+  __device__ int operator[](int64_t i) const { return data[i * stride]; }
+};
+
+struct PlanProblem {
+  Index cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, num_seqs;
+  const int32_t* block_table;
+  int64_t table_stride_sequence, table_stride_page;
+  int64_t capacity;  // keys that a table row, or the dense tensor, can hold
+  int32_t num_sequences, num_tokens, group_size, num_blocks, block_size;
+  int32_t window_left, window_right;
+  int64_t engines;
+  int32_t* plan;
+};
+
+struct Scan {
+  int32_t partial[kWarps];
+};
+
+// The sum of `value` over the threads before this one; *total is that over all.
+__device__ int ExclusiveSum(Scan& scan, int value, int* total) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  int sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) scan.partial[warp] = sum;
+  __syncthreads();
+  if (warp == 0) {
+    int all = scan.partial[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, all, step);
+      if (lane >= step) all += other;
+    }
+    scan.partial[lane] = all;
+  }
+  __syncthreads();
+  *total = scan.partial[kWarps - 1];
+  const int before = sum - value + (warp == 0 ? 0 : scan.partial[warp - 1]);
+  __syncthreads();
+  return before;
+}
+
+// The keys of sequence i, whose queries are known. False: it is skipped.
+__device__ bool ReadKeys(const PlanProblem& p, int i, Sequence* s) {
+  int64_t capacity = p.capacity;
+  s->key_row = 0;
+  if (p.block_table == nullptr) {
+    const int begin = p.cu_seqlens_k[i], end = p.cu_seqlens_k[i + 1];
+    if (begin < 0 || end < begin || end > p.capacity) return false;
+    s->key_row = begin;
+    // seqused_k gives the length, cu_seqlens_k only the start then.
+    capacity = p.seqused_k.data ? p.capacity - begin : end - begin;
+  }
+  s->length = p.seqused_k.data ? p.seqused_k[i] : static_cast<int>(capacity);
+  if (s->length < 0) return false;
+  s->num_keys = static_cast<int>(min(int64_t{s->length}, capacity));
+  s->first_key = p.leftpad_k.data ? min(max(p.leftpad_k[i], 0), s->num_keys) : 0;
+  return true;
+}
+
+// The keys [*begin, *end) that some of queries [first, last] see.
+__device__ void VisibleToAny(const PlanProblem& p, const Sequence& s, int first, int last,
+                             int* begin, int* end) {
+  const int64_t offset = int64_t{s.length} - s.num_queries;
+  int64_t low = s.first_key, high = s.num_keys;
+  if (p.window_left >= 0) low = max(low, first + offset - p.window_left);
+  if (p.window_right >= 0) high = min(high, last + offset + p.window_right + 1);
+  *begin = static_cast<int>(min(low, int64_t{s.num_keys}));
+  *end = static_cast<int>(max(high, int64_t{0}));
+}
+
+// Steps of a split sequence: at least one, whose block writes the rows even if they see no key.
+__device__ int CountSteps(const PlanProblem& p, Sequence* s) {
+  int begin, end;
+  VisibleToAny(p, *s, 0, s->num_queries - 1, &begin, &end);
+  s->first_step = begin / kSplitKeys;
+  return max((end + kSplitKeys - 1) / kSplitKeys - s->first_step, 1);
+}
+
+// Sequences with too many queries for one thread to look after.
+struct LongSequence {
+  int32_t index, first_query, num_queries, num_keys;
+  int32_t first_tile;  // of its wide tiles
+  bool is_wide;
+};
+constexpr int kMaxLong = 1024;
+constexpr int kMinLong = 32;
+static_assert(kMinLong < kMinWideQueries);
+
+struct Shared {
+  Scan scan;
+  int32_t num_long;
+  LongSequence long_sequences[kMaxLong];
+  int32_t cost[kMaxSorted];
+
+  __device__ int list_size() const { return min(num_long, kMaxLong); }
+};
+
+// Reads the queries of every sequence. Returns whether their offsets only grow, as they should;
+// otherwise a sequence is sound if it starts behind all sound ones before it, which one thread
+// finds out: num_queries of the others becomes 0.
+__device__ bool ReadQueries(const PlanProblem& p, int num_sequences, Sequence* sequences) {
+  bool grows = true;
+  for (int i = threadIdx.x; i < num_sequences; i += kThreads) {
+    const int begin = p.cu_seqlens_q[i], end = p.cu_seqlens_q[i + 1];
+    grows = grows && begin >= 0 && begin <= end && end <= p.num_tokens;
+  }
+  if (__syncthreads_and(grows)) return true;
+  if (threadIdx.x == 0) {
+    int previous = 0;
+    for (int i = 0; i < num_sequences; ++i) {
+      const int begin = p.cu_seqlens_q[i], end = p.cu_seqlens_q[i + 1];
+      const bool sound = begin >= previous && begin <= end && end <= p.num_tokens;
+      sequences[i].num_queries = sound ? end - begin : 0;
+      if (sound) previous = end;
+    }
+  }
+  __syncthreads();
+  return false;
+}
+
+__device__ int WideTiles(const Sequence& s) {
+  return s.engine == kWide ? (s.num_queries + kWideQueries - 1) / kWideQueries : 0;
+}
+
+// kWide reads pages by number, unchecked: a sequence with an unsound one goes to kTile.
+__device__ void CheckTables(const PlanProblem& p, const Shared& shared, Sequence* sequences) {
+  for (int n = 0; n < shared.list_size(); ++n) {
+    const LongSequence& s = shared.long_sequences[n];
+    if (!s.is_wide) continue;
+    const int pages = (s.num_keys + p.block_size - 1) / p.block_size;
+    bool sound = true;
+    for (int page = threadIdx.x; page < pages; page += kThreads) {
+      const int block =
+          p.block_table[s.index * p.table_stride_sequence + page * p.table_stride_page];
+      sound = sound && block >= 0 && block < p.num_blocks;
+    }
+    if (!sound) sequences[s.index].engine = kTile;
+  }
+  __syncthreads();
+}
+
+// Lists the tiles of kWide, sequence after sequence.
+__device__ void ListWide(const PlanProblem& p, Shared& shared, const Sequence* sequences,
+                         int2* tiles) {
+  for (int n = 0; n < shared.list_size(); ++n) {
+    const LongSequence& l = shared.long_sequences[n];
+    if (!l.is_wide) continue;
+    const Sequence s = sequences[l.index];
+    const int count = WideTiles(s);
+    for (int t = threadIdx.x; t < count; t += kThreads) {
+      // Where they stay unsorted: the last of each sequence first, which see the most keys.
+      const int tile = count - 1 - t, place = l.first_tile + t;
+      tiles[place] = make_int2(l.index, tile);
+      int begin, end;
+      VisibleToAny(p, s, tile * kWideQueries, min((tile + 1) * kWideQueries, s.num_queries) - 1,
+                   &begin, &end);
+      if (place < kMaxSorted) shared.cost[place] = max(end - begin, 0);
+    }
+  }
+}
+
+// Puts the most expensive wide tiles first. Each tile counts those before it.
+__device__ void SortWide(const Shared& shared, int2* tiles, int count) {
+  constexpr int kEach = kMaxSorted / kThreads;
+  int2 mine[kEach];
+  int rank[kEach] = {};
+  for (int n = 0; n < kEach; ++n) {
+    const int k = threadIdx.x + n * kThreads;
+    if (k >= count) continue;
+    mine[n] = tiles[k];
+    const int own = shared.cost[k];
+    for (int j = 0; j < count; ++j) {
+      rank[n] += shared.cost[j] > own || (shared.cost[j] == own && j < k);
+    }
+  }
+  __syncthreads();
+  for (int n = 0; n < kEach; ++n) {
+    if (static_cast<int>(threadIdx.x) + n * kThreads < count) tiles[rank[n]] = mine[n];
+  }
+}
+
+// Which sequence each token of the long ones belongs to.
+__device__ void MarkLong(const Shared& shared, int32_t* token_sequence) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  for (int n = 0; n < shared.list_size(); ++n) {
+    const LongSequence& s = shared.long_sequences[n];
+    const bool all = s.num_queries > kThreads;
+    if (!all && n % kWarps != warp) continue;
+    for (int t = all ? threadIdx.x : lane; t < s.num_queries; t += all ? kThreads : 32) {
+      token_sequence[s.first_query + t] = s.index;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ PlanProblem p) {
+  __shared__ Shared shared;
+  const int thread = threadIdx.x;
+  const PlanLayout layout(p.num_sequences, p.num_tokens);
+  auto* sequences = reinterpret_cast<Sequence*>(p.plan + layout.sequences());
+  int32_t* split_starts = p.plan + layout.split_starts();
+  int32_t* tile_starts = p.plan + layout.tile_starts();
+  auto* wide_tiles = reinterpret_cast<int2*>(p.plan + layout.wide_tiles());
+  int32_t* token_sequence = p.plan + layout.token_sequence();
+
+  const int num_sequences =
+      p.num_seqs.data ? min(max(p.num_seqs[0], 0), p.num_sequences) : p.num_sequences;
+  if (thread == 0) shared.num_long = 0;
+  for (int i = thread; i < p.num_tokens; i += kThreads) token_sequence[i] = -1;
+  const bool grows = ReadQueries(p, num_sequences, sequences);
+
+  // Keys, engines, and the list of kSplit.
+  int base = 0, total;
+  for (int i0 = 0; i0 < p.num_sequences; i0 += kThreads) {
+    const int i = i0 + thread;
+    Sequence s = {};
+    int steps = 0;
+    if (i < num_sequences) {
+      s.first_query = p.cu_seqlens_q[i];
+      s.num_queries = grows ? p.cu_seqlens_q[i + 1] - s.first_query : sequences[i].num_queries;
+      if (ReadKeys(p, i, &s) && s.num_queries > 0) {
+        const int64_t rows = int64_t{s.num_queries} * p.group_size;
+        if ((p.engines & kSplitAll) || ((p.engines & kUseSplit) && rows <= kMaxSplitRows)) {
+          s.engine = kSplit;
+          steps = CountSteps(p, &s) * static_cast<int>((rows + kSplitRows - 1) / kSplitRows);
+        } else {
+          s.engine = (p.engines & kUseWide) && s.num_queries >= kMinWideQueries ? kWide : kTile;
+        }
+        const int place = s.num_queries > kMinLong ? atomicAdd(&shared.num_long, 1) : kMaxLong;
+        if (place < kMaxLong) {
+          shared.long_sequences[place] = {i, s.first_query,    s.num_queries, s.num_keys,
+                                          0, s.engine == kWide};
+          if (s.engine == kWide) s.first_step = place;
+        } else {
+          if (s.engine == kWide) s.engine = kTile;  // its table stays unchecked
+          for (int t = 0; t < s.num_queries; ++t) token_sequence[s.first_query + t] = i;
+        }
+      }
+    }
+    if (i < p.num_sequences) sequences[i] = s;
+    const int before = ExclusiveSum(shared.scan, steps, &total);
+    if (i < p.num_sequences) split_starts[i] = base + before;
+    base += total;
+  }
+  if (thread == 0) {
+    split_starts[p.num_sequences] = base;
+    p.plan[PlanLayout::kTotals + kSplit] = base;
+  }
+  __syncthreads();
+  MarkLong(shared, token_sequence);
+  if (p.engines & kSplitAll) return;
+  if ((p.engines & kUseWide) && p.block_table) CheckTables(p, shared, sequences);
+
+  int num_tiles = 0, num_wide = 0;
+  for (int i0 = 0; i0 < p.num_sequences; i0 += kThreads) {
+    const int i = i0 + thread;
+    Sequence s = {};
+    if (i < p.num_sequences) s = sequences[i];
+    const int64_t rows = int64_t{s.num_queries} * p.group_size;
+    const int tiles = s.engine == kTile ? static_cast<int>((rows + kTileRows - 1) / kTileRows) : 0;
+    const int wide = WideTiles(s);
+    int before = ExclusiveSum(shared.scan, tiles, &total);
+    if (i < p.num_sequences) tile_starts[i] = num_tiles + before;
+    num_tiles += total;
+    before = ExclusiveSum(shared.scan, wide, &total) + num_wide;
+    num_wide += total;
+    if (wide > 0) shared.long_sequences[s.first_step].first_tile = before;
+  }
+  if (thread == 0) {
+    tile_starts[p.num_sequences] = num_tiles;
+    p.plan[PlanLayout::kTotals + kTile] = num_tiles;
+    p.plan[PlanLayout::kTotals + kWide] = num_wide;
+  }
+  __syncthreads();
+  if (num_wide > 0) ListWide(p, shared, sequences, wide_tiles);
+  __syncthreads();
+  if (num_wide > 0 && num_wide <= kMaxSorted) SortWide(shared, wide_tiles, num_wide);
+}
+
+Index IndexOf(const flashxla_tensor& t) {
+  return {static_cast<const int32_t*>(t.data), t.rank > 0 ? t.stride[0] : 0};
+}
+
+}  // namespace
+
+void LaunchPlan(const flashxla_attention_plan_args& args, cudaStream_t stream) {
+  PlanProblem p = {};
+  p.cu_seqlens_q = IndexOf(args.cu_seqlens_q);
+  p.cu_seqlens_k = IndexOf(args.cu_seqlens_k);
+  p.seqused_k = IndexOf(args.seqused_k);
+  p.leftpad_k = IndexOf(args.leftpad_k);
+  p.num_seqs = IndexOf(args.num_seqs);
+  p.capacity = args.block_size;
+  if (args.block_table.data) {
+    p.block_table = static_cast<const int32_t*>(args.block_table.data);
+    p.table_stride_sequence = args.block_table.stride[0];
+    p.table_stride_page = args.block_table.stride[1];
+    p.capacity = args.block_table.shape[1] * args.block_size;
+  }
+  p.num_sequences = static_cast<int32_t>(args.cu_seqlens_q.shape[0] - 1);
+  p.num_tokens = static_cast<int32_t>(args.num_tokens);
+  p.group_size = static_cast<int32_t>(args.num_heads / args.num_kv_heads);
+  p.num_blocks = static_cast<int32_t>(args.num_blocks);
+  p.block_size = static_cast<int32_t>(args.block_size);
+  p.window_left = static_cast<int32_t>(args.window_left);
+  p.window_right = args.causal ? 0 : static_cast<int32_t>(args.window_right);
+  p.engines = args.engines;
+  p.plan = static_cast<int32_t*>(args.plan.data);
+  PlanKernel<<<1, kThreads, 0, stream>>>(p);
+}
+
+}  // namespace flashxla::attention

@@ -1,0 +1,56 @@
+#include <cuda_runtime.h>
+
+#include "cuda/attention/tensor_map.h"
+#include "flashxla/common.h"
+
+namespace flashxla::attention {
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// From the driver that is loaded: the library itself does not link with it.
+Encode FindEncode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                       cudaEnableDefault, &result) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+}
+
+Encode GetEncode() {
+  static const Encode encode = FindEncode();
+  return encode;
+}
+
+}  // namespace
+
+bool TensorMapsAvailable() { return GetEncode() != nullptr; }
+
+CUtensorMap MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
+                          const int64_t* strides, const int* box) {
+  constexpr int kMaxRank = 4;
+  cuuint64_t size[kMaxRank], stride[kMaxRank];
+  cuuint32_t box_size[kMaxRank], element_stride[kMaxRank];
+  for (int i = 0; i < rank; ++i) {
+    size[i] = sizes[i];
+    box_size[i] = box[i];
+    element_stride[i] = 1;
+    if (i > 0) stride[i - 1] = strides[i] * 2;
+  }
+  CUtensorMap map = {};
+  GetEncode()(
+      &map,
+      dtype == FLASHXLA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      rank, const_cast<void*>(data), size, stride, box_size, element_stride,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+}  // namespace flashxla::attention

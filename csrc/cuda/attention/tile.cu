@@ -1,0 +1,117 @@
+// kTile: any other sequence, on the warp-wide tensor-core instructions that every GPU since Ampere
+// has. One block a tile of 64 rows, 16 a warp; the warps share the keys that they bring in.
+#include "cuda/attention/dispatch.cuh"
+#include "cuda/attention/engines.h"
+#include "cuda/attention/warp_attention.cuh"
+
+namespace flashxla::attention {
+namespace {
+
+constexpr int kWarps = kTileRows / 16;
+constexpr int kTileKeys = kWarps * kSliceKeys;
+constexpr int kStages = 2;
+
+template <int kDims, bool kFp8>
+struct Shared {
+  static constexpr int kStageBytes = kWarps * KeyLoader<kDims, kFp8>::kStageBytes;
+  static constexpr int kWideBytes = kFp8 ? kWarps * 2 * kSliceBytes<kDims> : 0;
+  static constexpr int kMaskBytes = 16 * kStages;
+  static constexpr int kBytes = kStages * kStageBytes + kWideBytes + kMaskBytes;
+};
+
+template <typename T, int kDims, bool kFp8>
+__global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
+    TileKernel(const __grid_constant__ Problem p) {
+  using S = Shared<kDims, kFp8>;
+  using Loader = KeyLoader<kDims, kFp8>;
+  extern __shared__ __align__(16) char shared[];
+  char* wide = shared + kStages * S::kStageBytes;
+  auto* masks = reinterpret_cast<uint32_t*>(wide + S::kWideBytes);  // [stage][warp]
+  const int warp = threadIdx.x / 32;
+
+  const int num_tiles = p.plan.totals[kTile];
+  const int num_items = num_tiles * p.num_kv_heads;
+  if (static_cast<int>(blockIdx.x) >= num_items) return;
+  if (p.head_size < kDims) {  // columns behind head_size: see KeyLoader
+    for (int i = threadIdx.x * 16; i < kStages * S::kStageBytes + S::kWideBytes;
+         i += blockDim.x * 16) {
+      *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+  }
+
+  for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
+    // The last tiles of a sequence see the most keys: they start first.
+    const int tile = num_tiles - 1 - item / p.num_kv_heads, kv_head = item % p.num_kv_heads;
+    const int index = FindStart(p.plan.tile_starts, p.plan.num_sequences, tile);
+    const Sequence s = p.plan.sequences[index];
+    const int block_row = (tile - p.plan.tile_starts[index]) * kTileRows;
+    const int last_row = min(block_row + kTileRows, s.num_queries * p.group_size) - 1;
+    int first, last, unused;
+    p.Visible(s, block_row / p.group_size, &first, &unused);
+    p.Visible(s, last_row / p.group_size, &unused, &last);
+    first = first / kTileKeys * kTileKeys;
+
+    auto load = [&](int stage, int key) {
+      KeyPlaces places = KeyPlaces::None();
+      if (key < last) {
+        places = KeyPlaces::Find(p, s, index, key + warp * kSliceKeys);
+        Loader::Start(p, places, kv_head,
+                      shared + stage * S::kStageBytes + warp * Loader::kStageBytes);
+      }
+      if (threadIdx.x % 32 == 0) masks[stage * kWarps + warp] = places.mask;
+      CommitCopies();
+    };
+    load(0, first);
+    load(1, first + kTileKeys);
+    WarpAttention<T, kDims> rows;
+    rows.Begin(p, s, index, kv_head, block_row + warp * 16);
+    int stage = 0;
+    for (int key = first; key < last; key += kTileKeys) {
+      WaitCopies<kStages - 1>();
+      char* mine = shared + stage * S::kStageBytes + warp * Loader::kStageBytes;
+      uint32_t address = SharedAddress(shared + stage * S::kStageBytes);
+      if constexpr (kFp8) {
+        __syncwarp();
+        WidenFp8<T, kDims>(mine, wide + warp * 2 * kSliceBytes<kDims>,
+                           p.kv_dtype == FLASHXLA_F8E5M2);
+        address = SharedAddress(wide);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int slice = 0; slice < kWarps; ++slice) {
+        const uint32_t keys = address + slice * 2 * kSliceBytes<kDims>;
+        const int slice_key = key + slice * kSliceKeys;
+        if (slice_key < last) {
+          rows.Step(p, keys, keys + kSliceBytes<kDims>, slice_key, masks[stage * kWarps + slice]);
+        }
+      }
+      __syncthreads();
+      load(stage, key + kStages * kTileKeys);
+      stage ^= 1;
+    }
+    WaitCopies<0>();
+    rows.FinishSums();
+    rows.Store(p, s, index, kv_head, block_row + warp * 16);
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+void LaunchTile(const Problem& p, cudaStream_t stream) {
+  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
+    using T = typename decltype(t)::type;
+    constexpr int kDims = decltype(dims)::value;
+    constexpr bool kFp8 = decltype(is_fp8)::value;
+    constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
+    auto* kernel = TileKernel<T, kDims, kFp8>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const int64_t rows = int64_t{p.num_tokens} * p.group_size;
+    const int64_t items = (rows / kTileRows + p.plan.num_sequences) * p.num_kv_heads;
+    const int64_t blocks = int64_t{NumMultiprocessors()} * (kDims > 128 ? 1 : 3);
+    kernel<<<static_cast<int>(items < blocks ? items : blocks), 32 * kWarps, kBytes, stream>>>(p);
+  });
+}
+
+}  // namespace flashxla::attention

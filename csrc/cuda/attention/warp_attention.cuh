@@ -1,0 +1,196 @@
+// Attention of one warp: 16 rows against 16 keys at a time, with an online softmax in float32.
+//
+// A row is a query token of one head; the rows of a tile are the tokens of a sequence with the
+// heads that share a KV head innermost, so that keys are read once for all of them. Lane l holds
+// parts of rows l / 4 and l / 4 + 8.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
+
+#include "cuda/attention/key_loader.cuh"
+
+namespace flashxla::attention {
+
+template <typename T, int kDims>
+struct WarpAttention {
+  static constexpr int kChunks = kDims / 8;
+
+  uint32_t q[kDims / 16][4];
+  float out[kDims / 8][4];  // not divided by the sum yet
+  float top[2], sum[2];     // of each row: largest score (log2), this lane's share of the sum
+  float slope[2];
+  int begin[2], end[2];    // keys that each row sees
+  int begin_all, end_all;  // keys that all rows of the tile see
+  int64_t diagonal[2];     // position of each row among the keys
+  float scale;             // of a dot product; in log2 units if plain
+  bool plain;              // no softcap, no ALiBi
+
+  // Starts on rows [first_row, first_row + 16) of a sequence for one KV head.
+  __device__ void Begin(const Problem& p, const Sequence& s, int index, int kv_head,
+                        int first_row) {
+    const int lane = threadIdx.x & 31;
+    const int num_rows = s.num_queries * p.group_size;
+    scale = p.ScoreScale(index, kv_head);
+    plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
+    if (plain) scale *= kLog2e;
+    const int last_row = min(first_row + 15, num_rows - 1);
+    int unused;
+    p.Visible(s, last_row / p.group_size, &begin_all, &unused);
+    p.Visible(s, first_row / p.group_size, &unused, &end_all);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + lane / 4 + 8 * r;
+      const int query = row / p.group_size, head = kv_head * p.group_size + row % p.group_size;
+      const bool exists = row < num_rows;
+      top[r] = -INFINITY, sum[r] = 0.f, slope[r] = 0.f;
+      begin[r] = 0, end[r] = 0;
+      diagonal[r] = int64_t{query} + s.length - s.num_queries;
+      if (exists) {
+        p.Visible(s, query, &begin[r], &end[r]);
+        slope[r] = p.alibi_slopes.at(index, head, 0.f);
+      }
+      const int64_t base =
+          exists ? (s.first_query + query) * p.q.stride_token + head * p.q.stride_head : 0;
+#pragma unroll
+      for (int k = 0; k < kDims / 16; ++k) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int d = k * 16 + half * 8 + lane % 4 * 2;
+          q[k][half * 2 + r] = LoadQueries(p, base, d, exists);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kDims / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[n][i] = 0.f;
+    }
+  }
+
+  // Adds the 16 keys from `first` on. `mask`: which of them exist.
+  __device__ void Step(const Problem& p, uint32_t keys, uint32_t values, int first, uint32_t mask) {
+    const int lane = threadIdx.x & 31;
+    float score[2][4] = {};
+    {
+      const int row = (lane & 7) + (lane >> 4) * 8, chunk = (lane >> 3) & 1;
+#pragma unroll
+      for (int k = 0; k < kDims / 16; ++k) {
+        uint32_t b[4];
+        LoadMatrices(b, keys + ChunkOffset<kChunks>(row, 2 * k + chunk));
+        Multiply<T>(score[0], q[k], b[0], b[1]);
+        Multiply<T>(score[1], q[k], b[2], b[3]);
+      }
+    }
+    const bool masked = mask != 0xffffu || first < begin_all || first + kSliceKeys > end_all;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2, column = n * 8 + lane % 4 * 2 + i % 2;
+        const int key = first + column;
+        float x = score[n][i] * scale;
+        if (!plain) x = p.Score(x, slope[r], diagonal[r] - key) * kLog2e;
+        if (masked && !(((mask >> column) & 1) && key >= begin[r] && key < end[r])) x = -INFINITY;
+        score[n][i] = x;
+      }
+    }
+    float factor[2];
+    bool moved = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]),
+                         fmaxf(score[1][2 * r], score[1][2 * r + 1]));
+      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
+      const float new_top = fmaxf(top[r], high);
+      const float base = new_top == -INFINITY ? 0.f : new_top;
+      factor[r] = Exp2(top[r] - base);
+      moved |= new_top != top[r];
+      top[r] = new_top;
+      float added = 0.f;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& x = score[n][2 * r + i];
+          x = Exp2(x - base);
+          added += x;
+        }
+      }
+      sum[r] = sum[r] * factor[r] + added;
+    }
+    if (__any_sync(kAllLanes, moved)) {
+#pragma unroll
+      for (int n = 0; n < kDims / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[n][i] *= factor[i / 2];
+      }
+    }
+    const uint32_t a[4] = {Pack<T>(score[0][0], score[0][1]), Pack<T>(score[0][2], score[0][3]),
+                           Pack<T>(score[1][0], score[1][1]), Pack<T>(score[1][2], score[1][3])};
+    const int row = (lane & 7) + ((lane >> 3) & 1) * 8, chunk = lane >> 4;
+#pragma unroll
+    for (int n = 0; n < kDims / 16; ++n) {
+      uint32_t b[4];
+      LoadMatricesTransposed(b, values + ChunkOffset<kChunks>(row, 2 * n + chunk));
+      Multiply<T>(out[2 * n], a, b[0], b[1]);
+      Multiply<T>(out[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+
+  // Makes `sum` the whole row's.
+  __device__ void FinishSums() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 1);
+      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
+    }
+  }
+
+  // Writes the rows, whose sums are finished.
+  __device__ void Store(const Problem& p, const Sequence& s, int index, int kv_head,
+                        int first_row) const {
+    const int lane = threadIdx.x & 31;
+    const float value_scale = p.ValueScale(index, kv_head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + lane / 4 + 8 * r;
+      if (row >= s.num_queries * p.group_size) continue;
+      const int token = s.first_query + row / p.group_size;
+      const int head = kv_head * p.group_size + row % p.group_size;
+      const float2 end = FinishRow(top[r], sum[r], p.Sink(head));
+      const float factor = end.x * value_scale;
+      if (lane % 4 == 0) p.StoreLse(token, head, end.y);
+      T* to =
+          reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token + head * p.out.stride_head;
+      // T is the dtype of out: that of q, bf16 for an fp8 q.
+#pragma unroll
+      for (int n = 0; n < kDims / 8; ++n) {
+        const int d = n * 8 + lane % 4 * 2;
+        if (d >= p.head_size) continue;
+        const uint32_t pair = Pack<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
+        if (p.out_pairs) {
+          *reinterpret_cast<uint32_t*>(to + d) = pair;
+        } else {
+          const T* x = reinterpret_cast<const T*>(&pair);
+          to[d * p.out.stride_dim] = x[0];
+          if (d + 1 < p.head_size) to[(d + 1) * p.out.stride_dim] = x[1];
+        }
+      }
+    }
+  }
+
+ private:
+  // Elements d and d + 1 of a row of q as T; zeros behind head_size.
+  __device__ static uint32_t LoadQueries(const Problem& p, int64_t base, int d, bool exists) {
+    if (!exists || d >= p.head_size) return 0;
+    if (p.q_pairs) return *reinterpret_cast<const uint32_t*>(p.q.data + (base + d) * 2);
+    const float x = LoadFloat(p.q.data, base + d * p.q.stride_dim, p.q_dtype);
+    const float y =
+        d + 1 < p.head_size ? LoadFloat(p.q.data, base + (d + 1) * p.q.stride_dim, p.q_dtype) : 0.f;
+    return Pack<T>(x, y);
+  }
+};
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
