@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_const
   const int num_tiles = p.plan.totals[kTile];
   const int64_t num_items = int64_t{num_tiles} * p.num_kv_heads;
   for (int64_t i = blockIdx.x; i < num_items; i += gridDim.x) {
-    __syncthreads();  // the item before is done
+    __syncthreads();         // the item before is done
     if (threadIdx.x < 32) {  // a warp searches together
       // The last tiles of a sequence see the most keys: they start first.
       const int tile = num_tiles - 1 - static_cast<int>(i / p.num_kv_heads);
