@@ -40,6 +40,6 @@ flashxla_library(flashxla_cuda)
 target_compile_options(flashxla_cuda PRIVATE -Wall -Wextra)
 target_compile_definitions(flashxla_cuda PRIVATE FLASHXLA_PLATFORM_CUDA)
 # A symbol that nothing defines is an error of the build, not of the first call.
-target_link_options(flashxla_cuda PRIVATE LINKER:-z,defs LINKER:--exclude-libs,ALL)
+target_link_options(flashxla_cuda PRIVATE LINKER:-z,defs)
 set_target_properties(flashxla_cuda PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static)
 install(TARGETS flashxla_cuda LIBRARY DESTINATION flashxla/lib COMPONENT cuda)

@@ -37,6 +37,7 @@ struct Attention {
       ScalarField<Args, int64_t>{"window_right", &Args::window_right},
       ScalarField<Args, int64_t>{"max_seqlen_q", &Args::max_seqlen_q},
       ScalarField<Args, int64_t>{"max_seqlen_k", &Args::max_seqlen_k},
+      ScalarField<Args, int64_t>{"engines", &Args::engines},
   };
   static constexpr std::array kFloats = {
       ScalarField<Args, double>{"softmax_scale", &Args::softmax_scale},

@@ -100,9 +100,8 @@ def _planned_attention(call: Call, *operands: jax.Array) -> list[jax.Array]:
     )
 
     results = (*ATTENTION.results[: len(call.results)], "workspace")
-    attributes = ATTENTION.ffi_attributes(
-        call.op.name, {**names, "plan": "plan"}, results, dict(call.attributes)
-    )
+    scalars = {**dict(call.attributes), "engines": needs.engines}
+    attributes = ATTENTION.ffi_attributes(call.op.name, {**names, "plan": "plan"}, results, scalars)
     avals_out = (*call.results, Aval((needs.bytes_with_a_plan,), "uint8"))
     return _ffi_call(ATTENTION.target, avals_out, (*operands, plan), attributes)[:-1]
 

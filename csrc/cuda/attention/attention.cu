@@ -20,11 +20,16 @@ PlanLayout LayoutOf(const flashxla_attention_args& args) {
   return PlanLayout(args.cu_seqlens_q.shape[0] - 1, args.q.shape[0]);
 }
 
-int64_t PartialBytes(const flashxla_attention_args& args, const Choice& choice) {
-  if (!(choice.engines & kUseSplit)) return 0;
-  const int64_t dims = DimsBucket(args.q.shape[2]);
-  return 2 * kMaxSplitBlocks * kSplitRows * (dims + 2) * int64_t{sizeof(float)};
+int64_t PartialBytes(const flashxla_attention_args& args, const Problem& p, int64_t engines) {
+  if (!(engines & kUseSplit)) return 0;
+  const int64_t blocks = int64_t{p.num_kv_heads} * SplitBlocksOf(engines);
+  const int64_t floats = 2 * kSplitRows * (DimsBucket(args.q.shape[2]) + 2);
+  return RoundUp(blocks * (floats * int64_t{sizeof(float)} + int64_t{sizeof(SplitMerge)}),
+                 kWorkspaceAlignment);
 }
+
+// 16-bit products are exact enough for queries of at most 16 bits.
+bool HasTensorCores(const flashxla_attention_args& args) { return args.q.dtype != FLASHXLA_F32; }
 
 PerHead HeadsOf(const flashxla_tensor& t) {
   const ScaleView view(t);
@@ -150,10 +155,15 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   }
   Problem p = MakeProblem(args);
   if (p.num_tokens == 0 || p.num_heads == 0) return FLASHXLA_OK;
-  const Choice choice = ChooseEngines(args);
-  const PlanLayout layout = LayoutOf(args);
-  const int64_t partial_bytes = RoundUp(PartialBytes(args, choice), kWorkspaceAlignment);
   auto* plan = static_cast<int32_t*>(args.plan.data);
+  // A plan goes with the engines that it was made for.
+  const int64_t engines = plan ? args.engines : ChooseEngines(args).engines;
+  if ((engines & kUseWide) && WhyNotWide(p)[0] != '\0') {
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "the call was compiled for another GPU: %s",
+                    WhyNotWide(p));
+  }
+  const PlanLayout layout = LayoutOf(args);
+  const int64_t partial_bytes = PartialBytes(args, p, engines);
   const int64_t needed = partial_bytes + (plan ? 0 : layout.words() * 4);
   if (args.workspace.shape[0] < needed) {
     return SetError(FLASHXLA_INVALID_ARGUMENT, "workspace has %lld bytes, %lld are needed",
@@ -164,15 +174,15 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   const cudaStream_t stream = StreamOf(context);
   if (plan == nullptr) {
     plan = reinterpret_cast<int32_t*>(static_cast<char*>(args.workspace.data) + partial_bytes);
-    LaunchPlan(PlanArgs(args, p, choice.engines, plan), stream);
+    LaunchPlan(PlanArgs(args, p, engines, plan), stream);
   }
   p.plan = PlanView(plan, layout);
-  if (choice.engines & kUseSplit) LaunchSplit(p, partials, stream);
-  if (choice.engines & kUseWide) LaunchWide(p, stream);
-  if (!(choice.engines & kSplitAll)) {
-    choice.tensor_cores ? LaunchTile(p, stream) : LaunchSimt(p, stream);
+  if (engines & kUseSplit) LaunchSplit(p, engines, partials, stream);
+  if (engines & kUseWide) LaunchWide(p, stream);
+  if (!(engines & kSplitAll)) {
+    HasTensorCores(args) ? LaunchTile(p, stream) : LaunchSimt(p, stream);
   }
-  LaunchFinish(p, choice.engines, partials, stream);
+  LaunchFinish(p, engines, partials, stream);
   return LaunchStatus("attention");
 }
 
@@ -180,9 +190,7 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
 
 Choice ChooseEngines(const flashxla_attention_args& args) {
   Choice choice = {};
-  const int64_t q = args.q.dtype;
-  choice.tensor_cores = q != FLASHXLA_F32;
-  if (!choice.tensor_cores) {
+  if (!HasTensorCores(args)) {
     choice.reason = "float32 queries: CUDA cores";
     return choice;
   }
@@ -192,10 +200,11 @@ Choice ChooseEngines(const flashxla_attention_args& args) {
   const int64_t sequences = args.cu_seqlens_q.shape[0] - 1;
   // The line of steps is counted in 32 bits.
   const bool countable = static_cast<double>(capacity) * sequences * args.q.shape[1] < 2e9 * 16;
-  const bool fits = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >=
+  const bool fits = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) >=
                     SplitSharedBytes(args.q.shape[2], IsFp8(args.kv_dtype));
   if (countable && fits) {
-    choice.engines |= kUseSplit;
+    const int64_t blocks = SplitBlocks(args.q.shape[2], problem.num_kv_heads);
+    choice.engines |= kUseSplit | blocks << kSplitBlocksShift;
     const int64_t group = args.q.shape[1] / std::max<int64_t>(problem.num_kv_heads, 1);
     const int64_t max_rows = std::min(args.max_seqlen_q, args.q.shape[0]) * group;
     if (max_rows <= kMaxSplitRows) {
@@ -229,17 +238,18 @@ flashxla_status flashxla_cuda_attention_needs(const flashxla_attention_args* arg
                                               flashxla_attention_needs* needs) {
   using namespace flashxla::attention;
   const Choice choice = ChooseEngines(*args);
+  const bool tensor_cores = HasTensorCores(*args);
   needs->plan_words = LayoutOf(*args).words();
   needs->workspace_bytes =
-      RoundUp(PartialBytes(*args, choice), kWorkspaceAlignment) + needs->plan_words * 4;
+      PartialBytes(*args, MakeProblem(*args), choice.engines) + needs->plan_words * 4;
   needs->engines = choice.engines;
   needs->reason = choice.reason;
   needs->few_queries = choice.engines & kUseSplit ? "split: tensor cores, keys shared out"
-                       : choice.tensor_cores      ? "tile: tensor cores"
+                       : tensor_cores             ? "tile: tensor cores"
                                                   : "simt: CUDA cores";
   needs->many_queries = choice.engines & kSplitAll  ? needs->few_queries
                         : choice.engines & kUseWide ? "wide: Hopper tensor cores, TMA"
-                        : choice.tensor_cores       ? "tile: tensor cores"
+                        : tensor_cores              ? "tile: tensor cores"
                                                     : "simt: CUDA cores";
   return FLASHXLA_OK;
 }

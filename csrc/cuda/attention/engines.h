@@ -12,8 +12,7 @@ namespace flashxla::attention {
 
 // What serves a call, from static facts alone.
 struct Choice {
-  int64_t engines;     // EngineBits
-  bool tensor_cores;   // kTile is LaunchTile, else LaunchSimt
+  int64_t engines;     // EngineBits, and the blocks of kSplit
   const char* reason;  // why not kWide; empty if it is used
 };
 Choice ChooseEngines(const flashxla_attention_args& args);
@@ -28,13 +27,12 @@ int64_t SplitSharedBytes(int64_t head_size, bool fp8);
 // Each launches the work that the plan lists for it; nothing for an empty list. They write the rows
 // of their sequences (kSplit: those that it does not share out; LaunchFinish merges the others).
 void LaunchPlan(const flashxla_attention_plan_args& args, cudaStream_t stream);
-void LaunchSplit(const Problem& problem, float* workspace, cudaStream_t stream);
+void LaunchSplit(const Problem& problem, int64_t engines, float* workspace, cudaStream_t stream);
 void LaunchTile(const Problem& problem, cudaStream_t stream);  // tensor cores
 void LaunchSimt(const Problem& problem, cudaStream_t stream);  // CUDA cores: f32 queries
 void LaunchWide(const Problem& problem, cudaStream_t stream);
 // Merges what LaunchSplit shared out, and writes the rows outside every sequence: 0, LSE -inf.
-void LaunchFinish(const Problem& problem, int64_t engines, const float* workspace,
-                  cudaStream_t stream);
+void LaunchFinish(const Problem& problem, int64_t engines, float* workspace, cudaStream_t stream);
 
 }  // namespace flashxla::attention
 

@@ -1,8 +1,9 @@
 // A warp brings 16 keys and their values into shared memory, for warp-wide matrix instructions.
 //
-// A slice is 16 rows of kDims 16-bit elements, in chunks of 16 bytes; row r keeps chunk c at place
-// c ^ (r % 8), so that neither the copies nor the matrix loads meet bank conflicts. fp8 arrives in
-// a slice of bytes and is widened from there.
+// A slice is 16 rows of kDims elements, in columns of 128 bytes, one behind the other (16 rows
+// each). Row r of a column keeps its chunk c of 16 bytes at place c ^ (r % 8), so that neither the
+// copies nor the matrix loads meet bank conflicts; TMA's 128-byte swizzle is the same. fp8 arrives
+// in a slice of bytes and is widened from there.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_
 
@@ -15,11 +16,11 @@ namespace flashxla::attention {
 constexpr int kSliceKeys = 16;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Byte offset of a chunk in a slice of `chunks` chunks a row (a power of two, >= 4).
+// Byte offset of a chunk in a slice of `chunks` chunks a row.
 template <int kChunks>
 __device__ inline int ChunkOffset(int row, int chunk) {
-  constexpr int kMask = kChunks < 8 ? kChunks - 1 : 7;
-  return (row * kChunks + (chunk ^ (row & kMask))) * 16;
+  if constexpr (kChunks < 8) return (row * kChunks + (chunk ^ (row % kChunks))) * 16;
+  return (chunk / 8 * kSliceKeys * 8 + row * 8 + (chunk % 8 ^ row % 8)) * 16;
 }
 
 template <int kDims>
@@ -28,22 +29,24 @@ constexpr int kSliceBytes = kSliceKeys * kDims * 2;
 // Where a warp's next 16 keys lie: lane l knows key l % 16. Looked up one step before the copies
 // start, for a table entry takes a while to come.
 struct KeyPlaces {
-  int64_t k, v;   // offsets of its first elements from that of the cache, in elements
+  int block, token;  // 0 if there is no such key
+  bool there;
   uint32_t mask;  // which of the 16 exist
 
-  __device__ static KeyPlaces None() { return {0, 0, 0}; }
+  __device__ static KeyPlaces None() { return {0, 0, false, 0}; }
 
   // Keys [first, first + 16) of a sequence. All lanes of the warp call it.
   __device__ static KeyPlaces Find(const Problem& p, const Sequence& s, int index, int first) {
     const int j = first + (threadIdx.x & 15);
-    int block = 0, token = 0;
-    const bool exists = j >= s.first_key && j < s.num_keys && p.Locate(s, index, j, &block, &token);
-    if (!exists) block = 0, token = 0;
-    KeyPlaces places;
-    places.k = block * p.k.stride_block + token * p.k.stride_token;
-    places.v = block * p.v.stride_block + token * p.v.stride_token;
-    places.mask = __ballot_sync(kAllLanes, exists) & 0xffffu;
+    KeyPlaces places = None();
+    places.there = j < s.num_keys && p.Locate(s, index, j, &places.block, &places.token);
+    if (!places.there) places.block = places.token = 0;
+    places.mask = __ballot_sync(kAllLanes, places.there && j >= s.first_key) & 0xffffu;
     return places;
+  }
+
+  __device__ int64_t OffsetIn(const Cache& c) const {
+    return block * c.stride_block + token * c.stride_token;
   }
 };
 
@@ -74,8 +77,8 @@ struct KeyLoader {
       k += chunk * 16, v += chunk * 16;
     }
     // Vectors start at multiples of 16 bytes, and a cache has less than 2^32 of them.
-    const auto vector_k = static_cast<uint32_t>(places.k / (16 / kElementSize));
-    const auto vector_v = static_cast<uint32_t>(places.v / (16 / kElementSize));
+    const auto vector_k = static_cast<uint32_t>(places.OffsetIn(p.k) / (16 / kElementSize));
+    const auto vector_v = static_cast<uint32_t>(places.OffsetIn(p.v) / (16 / kElementSize));
     const uint32_t to = SharedAddress(stage);
 #pragma unroll
     for (int r = 0; r < kSliceKeys; r += kRowsAtOnce) {
@@ -98,9 +101,10 @@ struct KeyLoader {
                                                     const char* k, const char* v, char* stage) {
     constexpr int kPerChunk = 16 / kElementSize;
     const int lane = threadIdx.x & 31;
+    const int64_t offset_k = places.OffsetIn(p.k), offset_v = places.OffsetIn(p.v);
     for (int row = 0; row < kSliceKeys; ++row) {
-      const int64_t from_k = __shfl_sync(kAllLanes, places.k, row);
-      const int64_t from_v = __shfl_sync(kAllLanes, places.v, row);
+      const int64_t from_k = __shfl_sync(kAllLanes, offset_k, row);
+      const int64_t from_v = __shfl_sync(kAllLanes, offset_v, row);
       const bool valid = (places.mask >> row) & 1;
       for (int d = lane; d < p.head_size; d += 32) {
         char* to =

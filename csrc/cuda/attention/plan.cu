@@ -103,12 +103,17 @@ struct LongSequence {
   int32_t first_tile;  // of its wide tiles
   bool is_wide;
 };
-constexpr int kMaxLong = 1024;
+constexpr int kMaxLong = 512;
 constexpr int kMinLong = 32;
 static_assert(kMinLong < kMinWideQueries);
 
+// The first sequences are kept in shared memory, too: the way to global memory and back is long.
+constexpr int kMaxKept = 384;
+
 struct Shared {
   Scan scan;
+  Sequence kept[kMaxKept];
+  int32_t split_starts[kMaxKept];
   int32_t num_long;
   LongSequence long_sequences[kMaxLong];
   int32_t cost[kMaxSorted];
@@ -116,11 +121,27 @@ struct Shared {
   __device__ int list_size() const { return min(num_long, kMaxLong); }
 };
 
+struct SequenceTable {
+  Sequence* plan;
+  Sequence* kept;
+
+  __device__ Sequence Get(int i) const { return i < kMaxKept ? kept[i] : plan[i]; }
+  __device__ void Set(int i, const Sequence& s) const {
+    plan[i] = s;
+    if (i < kMaxKept) kept[i] = s;
+  }
+  __device__ void SetEngine(int i, Engine engine) const {
+    plan[i].engine = engine;
+    if (i < kMaxKept) kept[i].engine = engine;
+  }
+};
+
 // Reads the queries of every sequence. Returns whether their offsets only grow, as they should;
 // otherwise a sequence is sound if it starts behind all sound ones before it, which one thread
 // finds out: num_queries of the others becomes 0.
 __device__ bool ReadQueries(const PlanProblem& p, int num_sequences, Sequence* sequences) {
   bool grows = true;
+#pragma unroll 1
   for (int i = threadIdx.x; i < num_sequences; i += kThreads) {
     const int begin = p.cu_seqlens_q[i], end = p.cu_seqlens_q[i + 1];
     grows = grows && begin >= 0 && begin <= end && end <= p.num_tokens;
@@ -128,6 +149,7 @@ __device__ bool ReadQueries(const PlanProblem& p, int num_sequences, Sequence* s
   if (__syncthreads_and(grows)) return true;
   if (threadIdx.x == 0) {
     int previous = 0;
+#pragma unroll 1
     for (int i = 0; i < num_sequences; ++i) {
       const int begin = p.cu_seqlens_q[i], end = p.cu_seqlens_q[i + 1];
       const bool sound = begin >= previous && begin <= end && end <= p.num_tokens;
@@ -139,35 +161,89 @@ __device__ bool ReadQueries(const PlanProblem& p, int num_sequences, Sequence* s
   return false;
 }
 
+// Divides the `total` steps of kSplit evenly among its blocks. starts[i]: the steps before sequence
+// i.
+__device__ void ListSplit(const PlanProblem& p, const SequenceTable& sequences,
+                          const int32_t* starts, int total, SplitBlock* blocks) {
+  const int num_blocks = SplitBlocksOf(p.engines);
+  const int share = max((total + num_blocks - 1) / num_blocks, 1);
+#pragma unroll 1
+  for (int b = threadIdx.x; b < num_blocks; b += kThreads) {
+    const int first = b * share;
+    if (first >= total) {
+      blocks[b].begin = blocks[b].end = 0;
+      continue;
+    }
+    int i = 0, high = p.num_sequences;  // the last with starts[i] <= first
+#pragma unroll 1
+    while (high - i > 1) {
+      const int middle = (i + high) / 2;
+      if (starts[middle] <= first) {
+        i = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const Sequence s = sequences.Get(i);
+    const int row_tile = (first - starts[i]) / s.num_steps;
+    blocks[b] = {first,
+                 min(first + share, total),
+                 i,
+                 row_tile * kSplitRows,
+                 starts[i] + row_tile * s.num_steps,
+                 {},
+                 s};
+  }
+}
+
 __device__ int WideTiles(const Sequence& s) {
   return s.engine == kWide ? (s.num_queries + kWideQueries - 1) / kWideQueries : 0;
 }
 
 // kWide reads pages by number, unchecked: a sequence with an unsound one goes to kTile.
-__device__ void CheckTables(const PlanProblem& p, const Shared& shared, Sequence* sequences) {
-  for (int n = 0; n < shared.list_size(); ++n) {
-    const LongSequence& s = shared.long_sequences[n];
-    if (!s.is_wide) continue;
-    const int pages = (s.num_keys + p.block_size - 1) / p.block_size;
-    bool sound = true;
-    for (int page = threadIdx.x; page < pages; page += kThreads) {
-      const int block =
-          p.block_table[s.index * p.table_stride_sequence + page * p.table_stride_page];
-      sound = sound && block >= 0 && block < p.num_blocks;
+__device__ void CheckTables(const PlanProblem& p, const Shared& shared,
+                            const SequenceTable& sequences) {
+  constexpr int kAtOnce = 8;  // sequences, so that their loads wait together
+#pragma unroll 1
+  for (int base = 0; base < shared.list_size(); base += kAtOnce) {
+    bool more = true;
+#pragma unroll 1
+    for (int page = threadIdx.x; more; page += kThreads) {
+      more = false;
+      int block[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        block[n] = 0;
+        if (base + n >= shared.list_size()) continue;
+        const LongSequence& s = shared.long_sequences[base + n];
+        const int pages = s.is_wide ? (s.num_keys + p.block_size - 1) / p.block_size : 0;
+        if (page < pages) {
+          block[n] =
+              __ldg(p.block_table + s.index * p.table_stride_sequence + page * p.table_stride_page);
+        }
+        more |= page - static_cast<int>(threadIdx.x) + kThreads < pages;
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (block[n] < 0 || block[n] >= max(p.num_blocks, 1)) {
+          sequences.SetEngine(shared.long_sequences[base + n].index, kTile);
+        }
+      }
     }
-    if (!sound) sequences[s.index].engine = kTile;
   }
   __syncthreads();
 }
 
 // Lists the tiles of kWide, sequence after sequence.
-__device__ void ListWide(const PlanProblem& p, Shared& shared, const Sequence* sequences,
+__device__ void ListWide(const PlanProblem& p, Shared& shared, const SequenceTable& sequences,
                          int2* tiles) {
+#pragma unroll 1
   for (int n = 0; n < shared.list_size(); ++n) {
     const LongSequence& l = shared.long_sequences[n];
     if (!l.is_wide) continue;
-    const Sequence s = sequences[l.index];
+    const Sequence s = sequences.Get(l.index);
     const int count = WideTiles(s);
+#pragma unroll 1
     for (int t = threadIdx.x; t < count; t += kThreads) {
       // Where they stay unsorted: the last of each sequence first, which see the most keys.
       const int tile = count - 1 - t, place = l.first_tile + t;
@@ -185,16 +261,19 @@ __device__ void SortWide(const Shared& shared, int2* tiles, int count) {
   constexpr int kEach = kMaxSorted / kThreads;
   int2 mine[kEach];
   int rank[kEach] = {};
+#pragma unroll 1
   for (int n = 0; n < kEach; ++n) {
     const int k = threadIdx.x + n * kThreads;
     if (k >= count) continue;
     mine[n] = tiles[k];
     const int own = shared.cost[k];
+#pragma unroll 4
     for (int j = 0; j < count; ++j) {
       rank[n] += shared.cost[j] > own || (shared.cost[j] == own && j < k);
     }
   }
   __syncthreads();
+#pragma unroll 1
   for (int n = 0; n < kEach; ++n) {
     if (static_cast<int>(threadIdx.x) + n * kThreads < count) tiles[rank[n]] = mine[n];
   }
@@ -203,10 +282,12 @@ __device__ void SortWide(const Shared& shared, int2* tiles, int count) {
 // Which sequence each token of the long ones belongs to.
 __device__ void MarkLong(const Shared& shared, int32_t* token_sequence) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+#pragma unroll 1
   for (int n = 0; n < shared.list_size(); ++n) {
     const LongSequence& s = shared.long_sequences[n];
     const bool all = s.num_queries > kThreads;
     if (!all && n % kWarps != warp) continue;
+#pragma unroll 1
     for (int t = all ? threadIdx.x : lane; t < s.num_queries; t += all ? kThreads : 32) {
       token_sequence[s.first_query + t] = s.index;
     }
@@ -216,10 +297,12 @@ __device__ void MarkLong(const Shared& shared, int32_t* token_sequence) {
 __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ PlanProblem p) {
   __shared__ Shared shared;
   const int thread = threadIdx.x;
+  AllowNext();
   const PlanLayout layout(p.num_sequences, p.num_tokens);
-  auto* sequences = reinterpret_cast<Sequence*>(p.plan + layout.sequences());
-  int32_t* split_starts = p.plan + layout.split_starts();
+  const SequenceTable sequences{reinterpret_cast<Sequence*>(p.plan + layout.sequences()),
+                                shared.kept};
   int32_t* tile_starts = p.plan + layout.tile_starts();
+  int32_t* split_starts = p.num_sequences < kMaxKept ? shared.split_starts : tile_starts;
   auto* wide_tiles = reinterpret_cast<int2*>(p.plan + layout.wide_tiles());
   int32_t* token_sequence = p.plan + layout.token_sequence();
 
@@ -227,22 +310,24 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
       p.num_seqs.data ? min(max(p.num_seqs[0], 0), p.num_sequences) : p.num_sequences;
   if (thread == 0) shared.num_long = 0;
   for (int i = thread; i < p.num_tokens; i += kThreads) token_sequence[i] = -1;
-  const bool grows = ReadQueries(p, num_sequences, sequences);
+  const bool grows = ReadQueries(p, num_sequences, sequences.plan);
 
   // Keys, engines, and the list of kSplit.
   int base = 0, total;
+#pragma unroll 1
   for (int i0 = 0; i0 < p.num_sequences; i0 += kThreads) {
     const int i = i0 + thread;
     Sequence s = {};
     int steps = 0;
     if (i < num_sequences) {
       s.first_query = p.cu_seqlens_q[i];
-      s.num_queries = grows ? p.cu_seqlens_q[i + 1] - s.first_query : sequences[i].num_queries;
+      s.num_queries = grows ? p.cu_seqlens_q[i + 1] - s.first_query : sequences.plan[i].num_queries;
       if (ReadKeys(p, i, &s) && s.num_queries > 0) {
         const int64_t rows = int64_t{s.num_queries} * p.group_size;
         if ((p.engines & kSplitAll) || ((p.engines & kUseSplit) && rows <= kMaxSplitRows)) {
           s.engine = kSplit;
-          steps = CountSteps(p, &s) * static_cast<int>((rows + kSplitRows - 1) / kSplitRows);
+          s.num_steps = CountSteps(p, &s);
+          steps = s.num_steps * static_cast<int>((rows + kSplitRows - 1) / kSplitRows);
         } else {
           s.engine = (p.engines & kUseWide) && s.num_queries >= kMinWideQueries ? kWide : kTile;
         }
@@ -257,25 +342,28 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
         }
       }
     }
-    if (i < p.num_sequences) sequences[i] = s;
+    if (i < p.num_sequences) sequences.Set(i, s);
     const int before = ExclusiveSum(shared.scan, steps, &total);
     if (i < p.num_sequences) split_starts[i] = base + before;
     base += total;
   }
-  if (thread == 0) {
-    split_starts[p.num_sequences] = base;
-    p.plan[PlanLayout::kTotals + kSplit] = base;
-  }
+  if (thread == 0) split_starts[p.num_sequences] = base;
   __syncthreads();
+  if (p.engines & kUseSplit) {
+    ListSplit(p, sequences, split_starts, base,
+              reinterpret_cast<SplitBlock*>(p.plan + layout.split_blocks()));
+  }
   MarkLong(shared, token_sequence);
+  __syncthreads();
   if (p.engines & kSplitAll) return;
   if ((p.engines & kUseWide) && p.block_table) CheckTables(p, shared, sequences);
 
   int num_tiles = 0, num_wide = 0;
+#pragma unroll 1
   for (int i0 = 0; i0 < p.num_sequences; i0 += kThreads) {
     const int i = i0 + thread;
     Sequence s = {};
-    if (i < p.num_sequences) s = sequences[i];
+    if (i < p.num_sequences) s = sequences.Get(i);
     const int64_t rows = int64_t{s.num_queries} * p.group_size;
     const int tiles = s.engine == kTile ? static_cast<int>((rows + kTileRows - 1) / kTileRows) : 0;
     const int wide = WideTiles(s);

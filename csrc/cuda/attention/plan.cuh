@@ -37,8 +37,29 @@ struct alignas(16) Sequence {
   int32_t num_keys;
   int32_t key_row;  // dense: row of k where the sequence starts
   int32_t engine;
-  int32_t first_step;  // split: the first group of kSplitKeys keys that any of its rows sees
+  int32_t num_steps;   // split: groups of kSplitKeys keys, for each tile of rows
+  int32_t first_step;  // split: the first group that any of its rows sees
+  int32_t unused[3];
 };
+
+// A block of kSplit: its steps [begin, end) of the line, and the tile of rows that the first is of.
+struct alignas(16) SplitBlock {
+  int32_t begin, end;
+  int32_t index;       // of the tile's sequence
+  int32_t first_row;   // of the tile
+  int32_t tile_start;  // its first step in the line
+  int32_t unused[3];
+  Sequence sequence;
+};
+
+// kSplit has at most this many blocks, all KV heads together: it bounds the workspace. (With more
+// heads than that there is one block a head, and no partial result.) How many blocks a head has is
+// part of the attribute `engines`, for the plan needs it and the device may be another's.
+constexpr int kMaxSplitBlocks = 512;
+constexpr int kSplitBlocksShift = 16;
+inline __host__ __device__ int SplitBlocksOf(int64_t engines) {
+  return static_cast<int>(engines >> kSplitBlocksShift);
+}
 
 // Where each part of a plan lies. Offsets in words; S sequences, T query tokens.
 struct PlanLayout {
@@ -53,10 +74,14 @@ struct PlanLayout {
   static constexpr int64_t kTotals = 0, kTotalWords = 8;
 
   __host__ __device__ int64_t sequences() const { return kTotalWords; }
-  // split: steps of the sequences before s, each step once a tile of rows [S + 1]
-  __host__ __device__ int64_t split_starts() const { return sequences() + 8ll * num_sequences; }
+  // split: the blocks of each KV head [kMaxSplitBlocks]
+  __host__ __device__ int64_t split_blocks() const {
+    return sequences() + int64_t{sizeof(Sequence) / 4} * num_sequences;
+  }
   // tile: tiles of the sequences before s [S + 1]
-  __host__ __device__ int64_t tile_starts() const { return split_starts() + num_sequences + 1; }
+  __host__ __device__ int64_t tile_starts() const {
+    return split_blocks() + int64_t{sizeof(SplitBlock) / 4} * kMaxSplitBlocks;
+  }
   // wide: (sequence, tile) of every tile, the most expensive first [num_wide]
   __host__ __device__ int64_t wide_tiles() const {
     return (tile_starts() + num_sequences + 2) / 2 * 2;
@@ -70,7 +95,7 @@ struct PlanLayout {
 struct PlanView {
   const int32_t* totals;
   const Sequence* sequences;
-  const int32_t* split_starts;
+  const SplitBlock* split_blocks;
   const int32_t* tile_starts;
   const int2* wide_tiles;
   const int32_t* token_sequence;
@@ -80,7 +105,7 @@ struct PlanView {
   PlanView(const int32_t* plan, const PlanLayout& layout)
       : totals(plan + PlanLayout::kTotals),
         sequences(reinterpret_cast<const Sequence*>(plan + layout.sequences())),
-        split_starts(plan + layout.split_starts()),
+        split_blocks(reinterpret_cast<const SplitBlock*>(plan + layout.split_blocks())),
         tile_starts(plan + layout.tile_starts()),
         wide_tiles(reinterpret_cast<const int2*>(plan + layout.wide_tiles())),
         token_sequence(plan + layout.token_sequence()),

@@ -59,7 +59,8 @@ void LaunchSimt(const Problem& p, cudaStream_t stream) {
     Launch<64, 64>(p, stream);
   } else if (p.head_size <= 128) {
     Launch<128, 64>(p, stream);
-  } else if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kSharedBytes<256, 32>) {
+  } else if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) >=
+             kSharedBytes<256, 32>) {
     Launch<256, 32>(p, stream);
   } else {
     Launch<256, 16>(p, stream);

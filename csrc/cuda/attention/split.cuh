@@ -1,9 +1,9 @@
-// How kSplit divides its steps among blocks: evenly, whatever the lengths.
+// What kSplit leaves for finish.cu: partial results, and which of them belong together.
 //
-// The steps of all (sequence, tile of rows) lie in one line, PlanView::split_starts. For each KV
-// head block b takes steps [b * share, (b + 1) * share): the heads go along the line side by side,
-// since they read neighbouring bytes. Where a tile's steps lie in several blocks, each leaves a
-// partial result, and finish.cu merges them.
+// The steps of all (sequence, tile of rows) lie in one line, which the plan divides evenly. For
+// each KV head block b takes a run of steps: the heads go along the line side by side, since they
+// read neighbouring bytes. Where a tile's steps lie in several blocks, each leaves a partial
+// result.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 
@@ -11,44 +11,45 @@
 
 namespace flashxla::attention {
 
-// Blocks of the launch are at most this many, whatever the GPU: it bounds the workspace. (With more
-// KV heads than that there is one block a head, and no partial result.)
-constexpr int kMaxSplitBlocks = 512;
-
-__device__ inline int SplitShare(int total, int blocks) { return (total + blocks - 1) / blocks; }
-
-// The tile of rows that a step belongs to.
-struct SplitTile {
-  int index;  // of the sequence
-  int row_tile;
-  int start;      // its first step in the line
-  int num_steps;  // how many it has
-  Sequence sequence;
-
-  __device__ int first_row() const { return row_tile * kSplitRows; }
-
-  // All lanes of a warp call it.
-  __device__ void Find(const Problem& p, int x) {
-    index = FindStart(p.plan.split_starts, p.plan.num_sequences, x);
-    sequence = p.plan.sequences[index];
-    const int rows = sequence.num_queries * p.group_size;
-    const int row_tiles = (rows + kSplitRows - 1) / kSplitRows;
-    const int base = p.plan.split_starts[index];
-    num_steps = (p.plan.split_starts[index + 1] - base) / row_tiles;
-    row_tile = (x - base) / num_steps;
-    start = base + row_tile * num_steps;
-  }
-};
-
-// Partial results of a block: its tile at the front (slot 0) and that at the back (slot 1).
-// Each is [kSplitRows][head size rounded up to kDims] floats, then tops, then sums.
+// A partial result: [kSplitRows][kDims] floats, then tops, then sums.
 template <int kDims>
 constexpr int kPartialFloats = kSplitRows * (kDims + 2);
 
-// Where a block keeps one of them, in kPartialFloats.
-__device__ inline int64_t PartialSlot(int kv_head, int block, int blocks, bool back) {
-  return 2 * (int64_t{kv_head} * blocks + block) + back;
+// A block has two places for them: of its tile at the front, and of that at the back.
+__host__ __device__ inline int64_t PartialSlot(int64_t kv_head, int block, int blocks, bool back) {
+  return 2 * (kv_head * blocks + block) + back;
 }
+
+// The tile that begins in a block and goes on in the next ones, if there is one.
+struct alignas(16) SplitMerge {
+  int32_t num_parts;  // 0: none
+  int32_t back;       // whether its first part is the block's back one
+  int32_t index;      // of the sequence
+  int32_t first_query, num_queries;
+  int32_t first_row;
+  int32_t unused[2];
+};
+
+// The workspace: partial results of every block, then a SplitMerge of each.
+template <int kDims>
+struct SplitWorkspace {
+  float* partials;
+  SplitMerge* merges;
+  int blocks;  // of each KV head
+
+  __host__ __device__ SplitWorkspace(float* workspace, int num_kv_heads, int num_blocks)
+      : partials(workspace),
+        merges(reinterpret_cast<SplitMerge*>(
+            workspace + PartialSlot(num_kv_heads, 0, num_blocks, false) * kPartialFloats<kDims>)),
+        blocks(num_blocks) {}
+
+  __device__ float* partial(int kv_head, int block, bool back) const {
+    return partials + PartialSlot(kv_head, block, blocks, back) * kPartialFloats<kDims>;
+  }
+  __device__ SplitMerge& merge(int kv_head, int block) const {
+    return merges[kv_head * blocks + block];
+  }
+};
 
 // The bucket of head sizes that an instance serves.
 inline int DimsBucket(int64_t head_size) {

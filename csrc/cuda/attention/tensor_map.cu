@@ -30,18 +30,17 @@ Encode GetEncode() {
 
 }  // namespace
 
-bool TensorMapsAvailable() { return GetEncode() != nullptr; }
-
 CUtensorMap MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
                           const int64_t* strides, const int* box) {
   constexpr int kMaxRank = 4;
   cuuint64_t size[kMaxRank], stride[kMaxRank];
+  const bool is_byte = dtype == FLASHXLA_F8E4M3 || dtype == FLASHXLA_F8E5M2;
   cuuint32_t box_size[kMaxRank], element_stride[kMaxRank];
   for (int i = 0; i < rank; ++i) {
     size[i] = sizes[i];
     box_size[i] = box[i];
     element_stride[i] = 1;
-    if (i > 0) stride[i - 1] = strides[i] * 2;
+    if (i > 0) stride[i - 1] = strides[i] * (is_byte ? 1 : 2);
   }
   CUtensorMap map = {};
   GetEncode()(
@@ -51,6 +50,15 @@ CUtensorMap MakeTensorMap(const void* data, int64_t dtype, int rank, const int64
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
+}
+
+CUtensorMap MapCache(const Problem& p, const Cache& c, int columns, int keys) {
+  // The stride of the one block of dense keys is of no account, but may not be 0.
+  const int64_t stride_block = p.num_blocks > 1 ? c.stride_block : p.block_size * c.stride_token;
+  const int64_t sizes[4] = {p.head_size, p.num_kv_heads, p.block_size, p.num_blocks};
+  const int64_t strides[4] = {1, c.stride_head, c.stride_token, stride_block};
+  const int box[4] = {columns, 1, keys, 1};
+  return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box);
 }
 
 }  // namespace flashxla::attention

@@ -6,15 +6,18 @@
 
 #include <cstdint>
 
+#include "cuda/attention/problem.cuh"
+
 namespace flashxla::attention {
 
-// Whether the driver can make them.
-bool TensorMapsAvailable();
-
-// A 16-bit tensor, innermost dimension first, strides in elements; boxes of 128 bytes a row are
-// swizzled, elements outside the tensor read as zero.
+// A tensor of 16-bit or fp8 elements, innermost dimension first, strides in elements; boxes of 128
+// bytes a row are swizzled, elements outside the tensor read as zero.
 CUtensorMap MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
                           const int64_t* strides, const int* box);
+
+// Keys or values by (dim, head, token in block, block), in boxes of `columns` dims and `keys`
+// tokens.
+CUtensorMap MapCache(const Problem& p, const Cache& c, int columns, int keys);
 
 }  // namespace flashxla::attention
 

@@ -1,5 +1,7 @@
 // kTile: any other sequence, on the warp-wide tensor-core instructions that every GPU since Ampere
 // has. One block a tile of 64 rows, 16 a warp; the warps share the keys that they bring in.
+#include <algorithm>
+
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/warp_attention.cuh"
@@ -29,6 +31,8 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
   auto* masks = reinterpret_cast<uint32_t*>(wide + S::kWideBytes);  // [stage][warp]
   const int warp = threadIdx.x / 32;
 
+  AllowNext();
+  AwaitPrevious();
   const int num_tiles = p.plan.totals[kTile];
   const int num_items = num_tiles * p.num_kv_heads;
   if (static_cast<int>(blockIdx.x) >= num_items) return;
@@ -110,7 +114,8 @@ void LaunchTile(const Problem& p, cudaStream_t stream) {
     const int64_t rows = int64_t{p.num_tokens} * p.group_size;
     const int64_t items = (rows / kTileRows + p.plan.num_sequences) * p.num_kv_heads;
     const int64_t blocks = int64_t{NumMultiprocessors()} * (kDims > 128 ? 1 : 3);
-    kernel<<<static_cast<int>(items < blocks ? items : blocks), 32 * kWarps, kBytes, stream>>>(p);
+    LaunchEarly(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, blocks)), 32 * kWarps,
+                kBytes, stream, p);
   });
 }
 

@@ -48,14 +48,24 @@ struct WarpAttention {
         p.Visible(s, query, &begin[r], &end[r]);
         slope[r] = p.alibi_slopes.at(index, head, 0.f);
       }
-      const int64_t base =
-          exists ? (s.first_query + query) * p.q.stride_token + head * p.q.stride_head : 0;
+      const int64_t base = (s.first_query + query) * p.q.stride_token + head * p.q.stride_head;
+      const auto* pairs = reinterpret_cast<const uint32_t*>(p.q.data + base * 2) + lane % 4;
+      const bool fast = p.q_pairs && p.head_size == kDims;
 #pragma unroll
       for (int k = 0; k < kDims / 16; ++k) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int d = k * 16 + half * 8 + lane % 4 * 2;
-          q[k][half * 2 + r] = LoadQueries(p, base, d, exists);
+          q[k][half * 2 + r] = fast && exists ? pairs[k * 8 + half * 4] : 0;
+        }
+      }
+      if (!fast && exists) {
+#pragma unroll
+        for (int k = 0; k < kDims / 16; ++k) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int d = k * 16 + half * 8 + lane % 4 * 2;
+            if (d < p.head_size) q[k][half * 2 + r] = LoadElements(p, base, d);
+          }
         }
       }
     }
@@ -84,13 +94,27 @@ struct WarpAttention {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i / 2, column = n * 8 + lane % 4 * 2 + i % 2;
-        const int key = first + column;
-        float x = score[n][i] * scale;
-        if (!plain) x = p.Score(x, slope[r], diagonal[r] - key) * kLog2e;
-        if (masked && !(((mask >> column) & 1) && key >= begin[r] && key < end[r])) x = -INFINITY;
-        score[n][i] = x;
+      for (int i = 0; i < 4; ++i) score[n][i] *= scale;
+    }
+    if (!plain) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = first + n * 8 + lane % 4 * 2 + i % 2, r = i / 2;
+          score[n][i] = p.Score(score[n][i], slope[r], diagonal[r] - key) * kLog2e;
+        }
+      }
+    }
+    if (masked) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = n * 8 + lane % 4 * 2 + i % 2, key = first + column, r = i / 2;
+          const bool seen = (mask >> column) & 1 && key >= begin[r] && key < end[r];
+          if (!seen) score[n][i] = -INFINITY;
+        }
       }
     }
     float factor[2];
@@ -171,23 +195,25 @@ struct WarpAttention {
         if (p.out_pairs) {
           *reinterpret_cast<uint32_t*>(to + d) = pair;
         } else {
-          const T* x = reinterpret_cast<const T*>(&pair);
-          to[d * p.out.stride_dim] = x[0];
-          if (d + 1 < p.head_size) to[(d + 1) * p.out.stride_dim] = x[1];
+          StoreElements(p, to, d, pair);
         }
       }
     }
   }
 
  private:
-  // Elements d and d + 1 of a row of q as T; zeros behind head_size.
-  __device__ static uint32_t LoadQueries(const Problem& p, int64_t base, int d, bool exists) {
-    if (!exists || d >= p.head_size) return 0;
-    if (p.q_pairs) return *reinterpret_cast<const uint32_t*>(p.q.data + (base + d) * 2);
+  // Elements d and d + 1 of a row, of any strides and dtype. Apart, for the usual case's code shall
+  // be short: what runs once pays for every line of it.
+  __device__ __noinline__ static uint32_t LoadElements(const Problem& p, int64_t base, int d) {
     const float x = LoadFloat(p.q.data, base + d * p.q.stride_dim, p.q_dtype);
     const float y =
         d + 1 < p.head_size ? LoadFloat(p.q.data, base + (d + 1) * p.q.stride_dim, p.q_dtype) : 0.f;
     return Pack<T>(x, y);
+  }
+  __device__ __noinline__ static void StoreElements(const Problem& p, T* to, int d, uint32_t pair) {
+    const T* x = reinterpret_cast<const T*>(&pair);
+    to[d * p.out.stride_dim] = x[0];
+    if (d + 1 < p.head_size) to[(d + 1) * p.out.stride_dim] = x[1];
   }
 };
 

@@ -20,11 +20,15 @@ template <int kDims>
 struct Shape {
   static constexpr int kKeys = kDims > 128 ? 64 : 128;
   static constexpr int kStages = kDims > 128 ? 2 : kDims > 64 ? 3 : 4;
+  static constexpr int kQueryStages = 1;
+  // Queries wait in registers, so that the matrix instructions need not read them again and again.
+  static constexpr bool kQueriesInRegisters = kDims <= 128;
   static constexpr int kQueryBytes = kWideQueries * kDims * 2;
   static constexpr int kStageBytes = kKeys * kDims * 2;  // of keys, and of values
-  static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages);
+  static constexpr int kBarrierBytes = 8 * (2 * kQueryStages + 4 * kStages);
   // The first KB may be lost to alignment.
-  static constexpr int kBytes = 1024 + kQueryBytes + 2 * kStages * kStageBytes + kBarrierBytes;
+  static constexpr int kBytes =
+      1024 + kQueryStages * kQueryBytes + 2 * kStages * kStageBytes + kBarrierBytes;
 };
 
 struct WideProblem {
@@ -80,7 +84,8 @@ struct WideTile {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Barriers: queries full and empty, then keys full, values full, keys empty, values empty a stage.
+// What lies in shared memory: stages of queries, of keys and of values, and for each of these rings
+// a barrier a stage that says it is full, and one that says it is empty.
 template <int kDims>
 struct SharedView {
   using S = Shape<kDims>;
@@ -88,19 +93,19 @@ struct SharedView {
 
   __device__ explicit SharedView(const char* shared) {
     base = (SharedAddress(shared) + 1023) / 1024 * 1024;
-    barriers = base + S::kQueryBytes + 2 * S::kStages * S::kStageBytes;
+    barriers = values(S::kStages);
   }
-  __device__ uint32_t queries() const { return base; }
+  __device__ uint32_t queries(int stage) const { return base + stage * S::kQueryBytes; }
   __device__ uint32_t keys(int stage) const {
-    return base + S::kQueryBytes + stage * S::kStageBytes;
+    return queries(S::kQueryStages) + stage * S::kStageBytes;
   }
   __device__ uint32_t values(int stage) const { return keys(S::kStages + stage); }
-  __device__ uint32_t queries_full() const { return barriers; }
-  __device__ uint32_t queries_empty() const { return barriers + 8; }
-  __device__ uint32_t keys_full(int i) const { return barriers + 16 + 8 * i; }
+  __device__ uint32_t keys_full(int i) const { return barriers + 8 * i; }
   __device__ uint32_t values_full(int i) const { return keys_full(S::kStages + i); }
   __device__ uint32_t keys_empty(int i) const { return keys_full(2 * S::kStages + i); }
   __device__ uint32_t values_empty(int i) const { return keys_full(3 * S::kStages + i); }
+  __device__ uint32_t queries_full(int i) const { return keys_full(4 * S::kStages + i); }
+  __device__ uint32_t queries_empty(int i) const { return queries_full(S::kQueryStages + i); }
 };
 
 // A place in a ring of stages: which, and the parity of its turn.
@@ -114,16 +119,35 @@ struct Turn {
   }
 };
 
-// Brings in the queries and keys, or the values: a warp each, since starting a copy takes its time.
-template <int kDims, bool kKeysSide>
-__device__ void Produce(const WideProblem& w, const SharedView<kDims>& shared) {
+// One warp brings in the queries, one the keys and one the values: starting a copy takes its time.
+template <int kDims>
+__device__ void LoadQueries(const WideProblem& w, const SharedView<kDims>& shared) {
+  using S = Shape<kDims>;
+  Turn<S::kQueryStages> turn;
+  WideTile tile(w.p);
+  while (tile.Next(w.p)) {
+    const uint32_t full = shared.queries_full(turn.stage);
+    WaitBarrier(shared.queries_empty(turn.stage), turn.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      ArriveExpecting(full, S::kQueryBytes);
+      for (int c = 0; c < kDims / kBlockColumns; ++c) {
+        LoadBox3(shared.queries(turn.stage) + c * kWideQueries * kRowBytes, &w.q, full,
+                 c * kBlockColumns, tile.head, tile.s.first_query + tile.first_query);
+      }
+    }
+    __syncwarp();
+    turn.Next();
+  }
+}
+
+template <int kDims, bool kValues>
+__device__ void LoadKeys(const WideProblem& w, const SharedView<kDims>& shared) {
   using S = Shape<kDims>;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
   const int boxes = S::kKeys / w.box_keys;
-  const CUtensorMap* map = kKeysSide ? &w.k : &w.v;
+  const CUtensorMap* map = kValues ? &w.v : &w.k;
   Turn<S::kStages> turn;
-  uint32_t query_parity = 0;
   WideTile tile(p);
   while (tile.Next(p)) {
     const int kv_head = tile.head / p.group_size;
@@ -140,24 +164,11 @@ __device__ void Produce(const WideProblem& w, const SharedView<kDims>& shared) {
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = locate(n);
-    if (kKeysSide) {
-      WaitBarrier(shared.queries_empty(), query_parity ^ 1);
-      query_parity ^= 1;
-      if (lane == 0) {
-        ArriveExpecting(shared.queries_full(), S::kQueryBytes);
-        for (int c = 0; c < kDims / kBlockColumns; ++c) {
-          LoadBox3(shared.queries() + c * kWideQueries * kRowBytes, &w.q, shared.queries_full(),
-                   c * kBlockColumns, tile.head, tile.s.first_query + tile.first_query);
-        }
-      }
-      __syncwarp();
-    }
     for (; n >= first; --n) {
       const int2 next = locate(n - 1);  // early: its table entry takes a while
-      const uint32_t to = kKeysSide ? shared.keys(turn.stage) : shared.values(turn.stage);
-      const uint32_t full =
-          kKeysSide ? shared.keys_full(turn.stage) : shared.values_full(turn.stage);
-      WaitBarrier(kKeysSide ? shared.keys_empty(turn.stage) : shared.values_empty(turn.stage),
+      const uint32_t to = kValues ? shared.values(turn.stage) : shared.keys(turn.stage);
+      const uint32_t full = kValues ? shared.values_full(turn.stage) : shared.keys_full(turn.stage);
+      WaitBarrier(kValues ? shared.values_empty(turn.stage) : shared.keys_empty(turn.stage),
                   turn.parity ^ 1);
       if (lane == 0) ArriveExpecting(full, S::kStageBytes);
       __syncwarp();
@@ -196,11 +207,18 @@ __device__ void Softmax(float (&score)[kColumns / 2], RowState& rows, float scal
       score[i] = 1.f - __fdividef(2.f, 1.f + Exp2(score[i] * softcap));
     }
   }
-  if (first_key < rows.begin_all || first_key + kColumns > rows.end_all) {
+  // Compared with constants: columns of this thread start at its own place.
+  const int offset = first_key + lane % 4 * 2;
+  if (first_key + kColumns > rows.end_all) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      const int key = first_key + i / 4 * 8 + lane % 4 * 2 + i % 2, r = i / 2 % 2;
-      if (key < rows.begin[r] || key >= rows.end[r]) score[i] = -INFINITY;
+      if (i / 4 * 8 + i % 2 >= rows.end[i / 2 % 2] - offset) score[i] = -INFINITY;
+    }
+  }
+  if (first_key < rows.begin_all) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      if (i / 4 * 8 + i % 2 < rows.begin[i / 2 % 2] - offset) score[i] = -INFINITY;
     }
   }
 #pragma unroll
@@ -241,7 +259,7 @@ __device__ void Consume(const WideProblem& w, const SharedView<kDims>& shared) {
   const int group = threadIdx.x / kGroupThreads - 1;
   const int row0 = group * 64 + threadIdx.x % kGroupThreads / 32 * 16 + lane / 4;
   Turn<S::kStages> keys, values;
-  uint32_t query_parity = 0;
+  Turn<S::kQueryStages> queries;
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kGroupThreads);
 
   WideTile tile(p);
@@ -270,17 +288,24 @@ __device__ void Consume(const WideProblem& w, const SharedView<kDims>& shared) {
 #pragma unroll
     for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
 
+    uint32_t queries_of_warp[S::kQueriesInRegisters ? kDims / 16 : 1][4];
     auto start_scores = [&](int stage) {
       FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kDims / 16; ++k) {
         const int block = k / 4, step = k % 4 * 32;
-        Matrix<T, kKeys>::Scores(
-            score,
-            MatrixDescriptor(
-                shared.queries() + block * kWideQueries * kRowBytes + group * 64 * kRowBytes + step,
-                0),
-            MatrixDescriptor(shared.keys(stage) + block * kKeys * kRowBytes + step, 0), k > 0);
+        const uint64_t b =
+            MatrixDescriptor(shared.keys(stage) + block * kKeys * kRowBytes + step, 0);
+        if constexpr (S::kQueriesInRegisters) {
+          Matrix<T, kKeys>::Scores(score, queries_of_warp[k], b, k > 0);
+        } else {
+          Matrix<T, kKeys>::Scores(
+              score,
+              MatrixDescriptor(shared.queries(queries.stage) + block * kWideQueries * kRowBytes +
+                                   group * 64 * kRowBytes + step,
+                               0),
+              b, k > 0);
+        }
       }
       CommitMatrix();
     };
@@ -329,11 +354,23 @@ __device__ void Consume(const WideProblem& w, const SharedView<kDims>& shared) {
 
     const int first = tile.begin / kKeys;
     int n = (tile.end + kKeys - 1) / kKeys - 1;
-    WaitBarrier(shared.queries_full(), query_parity);
-    query_parity ^= 1;
+    WaitBarrier(shared.queries_full(queries.stage), queries.parity);
+    if constexpr (S::kQueriesInRegisters) {
+      const int row = row0 - lane / 4 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < kDims / 16; ++k) {
+        const int chunk = k % 4 * 2 + lane / 16;
+        LoadMatrices(queries_of_warp[k], shared.queries(queries.stage) +
+                                             k / 4 * kWideQueries * kRowBytes + row * kRowBytes +
+                                             (chunk ^ row % 8) * 16);
+      }
+      release(shared.queries_empty(queries.stage));
+    }
     if (n >= first) {
       WaitBarrier(shared.keys_full(keys.stage), keys.parity);
+      if (kTurns) SyncNamed(kTurnBarrier + group, 2 * kGroupThreads);
       start_scores(keys.stage);
+      if (kTurns) ArriveNamed(kTurnBarrier + 1 - group, 2 * kGroupThreads);
       WaitMatrix<0>();
       Pin(score);
       release(shared.keys_empty(keys.stage));
@@ -360,16 +397,17 @@ __device__ void Consume(const WideProblem& w, const SharedView<kDims>& shared) {
         for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
         weigh();
       }
-      release(shared.queries_empty());
+      if (!S::kQueriesInRegisters) release(shared.queries_empty(queries.stage));
       wait_values(first);
       start_values(values.stage);
       WaitMatrix<0>();
       Pin(out);
       release(shared.values_empty(values.stage));
       values.Next();
-    } else {
-      release(shared.queries_empty());
+    } else if (!S::kQueriesInRegisters) {
+      release(shared.queries_empty(queries.stage));
     }
+    queries.Next();
 
     const float value_scale = p.ValueScale(tile.index, kv_head);
 #pragma unroll
@@ -405,13 +443,17 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
   using S = Shape<kDims>;
   extern __shared__ char memory[];
   const SharedView<kDims> shared(memory);
+  AllowNext();
+  AwaitPrevious();
   if (static_cast<int>(blockIdx.x) >= w.p.plan.totals[kWide] * w.p.num_heads) return;
   if (threadIdx.x == 0) {
     PrefetchMap(&w.q);
     PrefetchMap(&w.k);
     PrefetchMap(&w.v);
-    InitBarrier(shared.queries_full(), 1);
-    InitBarrier(shared.queries_empty(), kConsumerWarps);
+    for (int i = 0; i < S::kQueryStages; ++i) {
+      InitBarrier(shared.queries_full(i), 1);
+      InitBarrier(shared.queries_empty(i), kConsumerWarps);
+    }
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(shared.keys_full(i), 1);
       InitBarrier(shared.values_full(i), 1);
@@ -423,11 +465,10 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
   __syncthreads();
   if (threadIdx.x < kGroupThreads) {
     LowerRegisters<24>();
-    if (threadIdx.x < 32) {
-      Produce<kDims, true>(w, shared);
-    } else if (threadIdx.x < 64) {
-      Produce<kDims, false>(w, shared);
-    }
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) LoadKeys<kDims, false>(w, shared);
+    if (warp == 1) LoadKeys<kDims, true>(w, shared);
+    if (warp == 2) LoadQueries<kDims>(w, shared);
   } else {
     RaiseRegisters<240>();
     Consume<T, kDims>(w, shared);
@@ -441,15 +482,6 @@ int BoxKeys(const Problem& p) {
   int box = keys;  // a power of two: the largest that divides the page
   while (p.block_size % box != 0) box /= 2;
   return box;
-}
-
-CUtensorMap MapCache(const Problem& p, const Cache& c) {
-  const int64_t sizes[4] = {p.head_size, p.num_kv_heads, p.block_size, p.num_blocks};
-  // The stride of the one block of dense keys is of no account, but may not be 0.
-  const int64_t stride_block = p.num_blocks > 1 ? c.stride_block : p.block_size * c.stride_token;
-  const int64_t strides[4] = {1, c.stride_head, c.stride_token, stride_block};
-  const int box[4] = {kBlockColumns, 1, BoxKeys(p), 1};
-  return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box);
 }
 
 CUtensorMap MapQueries(const Problem& p) {
@@ -467,8 +499,7 @@ bool Vectors(const Rows& r) {
 }  // namespace
 
 const char* WhyNotWide(const Problem& p) {
-  if (DeviceAttribute(cudaDevAttrComputeCapabilityMajor) != 9) return "the GPU is no Hopper";
-  if (!TensorMapsAvailable()) return "the driver has no TMA";
+  if (!IsHopper()) return "the GPU is no Hopper";
   if (p.q_dtype != FLASHXLA_BF16 && p.q_dtype != FLASHXLA_F16) return "queries are not 16-bit";
   if (p.kv_dtype != p.q_dtype) return "keys are not of the queries' dtype";
   if (p.head_size % 8 != 0) return "the head size is no multiple of 8";
@@ -484,7 +515,8 @@ void LaunchWide(const Problem& p, cudaStream_t stream) {
   WideProblem w;
   w.p = p;
   w.box_keys = BoxKeys(p);
-  w.q = MapQueries(p), w.k = MapCache(p, p.k), w.v = MapCache(p, p.v);
+  w.q = MapQueries(p), w.k = MapCache(p, p.k, kBlockColumns, w.box_keys);
+  w.v = MapCache(p, p.v, kBlockColumns, w.box_keys);
   WithInstance(p.out_dtype, p.head_size, false, [&](auto t, auto dims, auto is_fp8) {
     if constexpr (!decltype(is_fp8)::value) {
       using T = typename decltype(t)::type;
@@ -492,7 +524,7 @@ void LaunchWide(const Problem& p, cudaStream_t stream) {
       auto* kernel = WideKernel<T, kDims>;
       constexpr int kBytes = Shape<kDims>::kBytes;
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      kernel<<<NumMultiprocessors(), kThreads, kBytes, stream>>>(w);
+      LaunchEarly(kernel, NumMultiprocessors(), kThreads, kBytes, stream, w);
     }
   });
 }

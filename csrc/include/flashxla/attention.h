@@ -56,6 +56,7 @@ typedef struct flashxla_attention_args {
   int64_t window_right;          // -1: unlimited
   int64_t max_seqlen_q;          // upper bounds, known before the lengths are
   int64_t max_seqlen_k;
+  int64_t engines;  // cuda: those of the plan, if one is given (flashxla_attention_needs)
   double softmax_scale;
   double softcap;  // 0: none
 } flashxla_attention_args;

@@ -38,7 +38,16 @@ ATTENTION = Native(
         "plan",  # cuda
     ),
     results=("out", "lse", "workspace"),  # workspace: cuda
-    integers=("layout", "kv_dtype", "causal", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k"),
+    integers=(
+        "layout",
+        "kv_dtype",
+        "causal",
+        "window_left",
+        "window_right",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "engines",  # cuda: set where a plan is given
+    ),
     floats=("softmax_scale", "softcap"),
 )
 
@@ -141,6 +150,7 @@ def _flash_attn_varlen(inputs: Inputs) -> Resolution:
             "window_right": _check_window(inputs, "window_right"),
             "max_seqlen_q": min(inputs["max_seqlen_q"], _INT32_MAX),
             "max_seqlen_k": min(inputs["max_seqlen_k"], _INT32_MAX),
+            "engines": 0,
             "softmax_scale": _check_finite(inputs, "softmax_scale"),
             "softcap": _check_softcap(inputs, "softcap"),
         },
@@ -173,6 +183,7 @@ def _paged_attention(inputs: Inputs) -> Resolution:
             "window_right": 0,
             "max_seqlen_q": min(inputs["query"].shape[0], _INT32_MAX),
             "max_seqlen_k": min(capacity, _INT32_MAX),
+            "engines": 0,
             "softmax_scale": _check_finite(inputs, "scale"),
             "softcap": _check_softcap(inputs, "soft_cap"),
         },
