@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -88,14 +88,15 @@ def spoil(rng: Rng, index: Array) -> Array:
 
 
 def cache_shapes(layout: str, blocks: int, page: int, heads: int, dim: int) -> list[tuple[int, ...]]:
-    return {
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "NHD": [(blocks, page, heads, dim)] * 2,
         "HND": [(blocks, heads, page, dim)] * 2,
         "interleaved": [(blocks, page, 2 * heads, dim)],
         "packed_HND": [(blocks, heads, page, 2 * dim)],
         "packed_NHD": [(blocks, page, heads, 2 * dim)],
         "stacked": [(2, blocks, page, heads, dim)],
-    }[layout]
+    }
+    return shapes[layout]
 
 
 def head_size(rng: Rng) -> int:
@@ -120,17 +121,45 @@ def kv_cache_call(rng: Rng) -> Call:
     if rng.random() < 0.5:
         for name in ("k_scale", "v_scale"):
             tensors[name] = rng.uniform(0.1, 2, (pick(rng, 1, heads),)).astype(np.float32)
-    attributes = {"layout": LAYOUT_CODES[layout], "cache_dtype": DTYPE_CODES[element.name]}
+    attributes: dict[str, int | float] = {
+        "layout": LAYOUT_CODES[layout],
+        "cache_dtype": DTYPE_CODES[element.name],
+    }
     return native.KV_CACHE, tensors, attributes
 
 
-def attention_call(rng: Rng) -> Call:
-    kv_heads, dim, seqs = int(rng.integers(1, 4)), head_size(rng), int(rng.integers(1, 6))
-    heads = kv_heads * int(rng.integers(1, 9))
+class Sizes(NamedTuple):
+    """What decides which kernel serves a call of attention."""
+
+    q_dtype: np.dtype
+    element: np.dtype  # of keys and values
+    kv_heads: int
+    group: int  # query heads of a KV head
+    dim: int
+    len_q: Array
+    len_k: Array
+    page: int  # 0: dense
+
+
+def attention_sizes(rng: Rng) -> Sizes:
     q_dtype = pick(rng, *FLOATS, *FP8)
-    element = pick(rng, *FP8) if q_dtype in FP8 else pick(rng, q_dtype, q_dtype, *FP8)
-    len_q = rng.integers(0, 2, seqs) if rng.random() < 0.5 else rng.integers(0, 40, seqs)
-    len_k = rng.integers(0, int(pick(rng, 20, 300)), seqs)
+    seqs = int(rng.integers(1, 6))
+    return Sizes(
+        q_dtype=q_dtype,
+        element=pick(rng, *FP8) if q_dtype in FP8 else pick(rng, q_dtype, q_dtype, *FP8),
+        kv_heads=int(rng.integers(1, 4)),
+        group=int(rng.integers(1, 9)),
+        dim=head_size(rng),
+        len_q=rng.integers(0, 2, seqs) if rng.random() < 0.5 else rng.integers(0, 40, seqs),
+        len_k=rng.integers(0, int(pick(rng, 20, 300)), seqs),
+        page=int(pick(rng, 1, 8, 16, 17)) if rng.random() < 0.6 else 0,
+    )
+
+
+def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
+    """A random call of attention, of these sizes."""
+    q_dtype, element, kv_heads, group, dim, len_q, len_k, page = sizes or attention_sizes(rng)
+    heads, seqs = kv_heads * group, len(len_q)
     tokens = int(len_q.sum()) + int(rng.integers(0, 3))
     out_dtype = FLOATS[2] if q_dtype in FP8 else q_dtype
     tensors = {
@@ -139,9 +168,8 @@ def attention_call(rng: Rng) -> Call:
         "out": np.zeros((tokens, heads, dim), out_dtype),
     }
     layout = "NHD"
-    if rng.random() < 0.6:
+    if page:
         layout = str(pick(rng, *LAYOUT_CODES))
-        page = int(pick(rng, 1, 8, 16, 17))
         pages = -(-len_k // page)
         blocks = int(pages.sum()) + 1
         table = rng.integers(0, blocks, (seqs, int(pages.max(initial=0)) + 1)).astype(np.int32)

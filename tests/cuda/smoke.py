@@ -1,0 +1,520 @@
+"""Calls the CUDA library at random through its C ABI, to be run under compute-sanitizer. Needs numpy, no framework.
+
+    compute-sanitizer --tool memcheck --padding 4096 python -m tests.cuda.smoke [SEED] [CALLS]
+
+The calls are those of tests/native/driver.py, with sizes for which each engine of attention is met. Every tensor
+is an allocation of its own, to the byte. Results are not held against a reference, tests/ops does that: each element
+of a result must have been written, and nothing between its elements. With "--platform cpu" the same calls go to the
+CPU library; with "--overrun" the library is told of a cache that is larger than its buffer, which must be caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashxla import native
+from flashxla.ops.cache_format import DTYPE_CODES, LAYOUT_CODES, ONE_TENSOR_DIMS, PAIR_DIMS
+from flashxla.ops.shapes import Sizes as Dims
+from flashxla.ops.shapes import match
+from tests.native import driver
+from tests.native.driver import FLOATS, FP8, Array, Call, Rng, Sizes, pick
+
+BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+LAYOUTS = {code: name for name, code in LAYOUT_CODES.items()}
+# Bits that no kernel computes, by dtype: a signalling NaN.
+POISON = {BF16: 0x7FA5, F16: 0x7DA5, F32: 0x7FA5A5A5}
+# Head sizes that the kernels have an instance for, and others; the latter are padded in shared memory.
+INSTANCES, OTHERS = (64, 128, 256), (1, 2, 7, 8, 40, 46, 72, 80, 96, 112, 192, 200, 255)
+
+
+class CudaError(RuntimeError):
+    """The driver reported an error, which may be one of an earlier kernel."""
+
+
+class Gpu:
+    """Memory and a stream of the first GPU, through the driver: the library's runtime shares its context."""
+
+    def __init__(self) -> None:
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaError(str(error)) from None
+        self._addresses: list[int] = []
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuInit", ctypes.c_uint(0))
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))  # waits for no other stream
+        self.context = {"stream": stream.value}
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = self._driver[name](*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+            raise CudaError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+    def allocate(self, size: int) -> int:
+        """Memory of exactly this size; its contents are undefined."""
+        if size == 0:
+            return 0
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self._addresses.append(address.value)
+        return address.value
+
+    def write(self, address: int, data: Array) -> None:
+        if data.nbytes:
+            size = ctypes.c_size_t(data.nbytes)
+            self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), ctypes.c_void_p(data.ctypes.data), size)
+
+    def read(self, address: int, data: Array) -> None:
+        if data.nbytes:
+            size = ctypes.c_size_t(data.nbytes)
+            self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(address), size)
+
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    def free(self) -> None:
+        for address in self._addresses:
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+        self._addresses.clear()
+
+
+class Host:
+    """The same for the CPU library."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Any] = []
+        self.context = {"num_threads": 1}
+
+    def allocate(self, size: int) -> int:
+        if size == 0:
+            return 0
+        self._buffers.append(ctypes.create_string_buffer(size))
+        return ctypes.addressof(self._buffers[-1])
+
+    def write(self, address: int, data: Array) -> None:
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    def read(self, address: int, data: Array) -> None:
+        ctypes.memmove(data.ctypes.data, address, data.nbytes)
+
+    def synchronize(self) -> None:
+        pass
+
+    def free(self) -> None:
+        self._buffers.clear()
+
+
+Memory = Gpu | Host
+
+
+@dataclasses.dataclass
+class Buffer:
+    """An array as it lies in memory: from its first element to its last, both included."""
+
+    flat: Array  # the elements' bits, and what is between them
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    offset: int  # of the first element
+    address: int = 0
+
+    @classmethod
+    def of(cls, array: Array, steps: tuple[int, int, int]) -> Buffer:
+        """steps: (stride of the last axis, elements behind each of its rows, offset)."""
+        step, behind, offset = steps
+        strides = [step] * array.ndim
+        for axis in reversed(range(array.ndim - 1)):
+            strides[axis] = strides[axis + 1] * max(array.shape[axis + 1], 1)
+            strides[axis] += behind if axis == array.ndim - 2 else 0
+        last = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True))
+        elements = bits(array)
+        # Where an index is read from the wrong place it is a small number.
+        flat = np.full(offset + last + 1 if array.size else 0, POISON.get(array.dtype, 1), elements.dtype)
+        result = cls(flat, array.dtype, array.shape, tuple(strides), offset)
+        result.view()[...] = elements
+        return result
+
+    def view(self) -> Array:
+        """The elements' bits."""
+        if not self.flat.size:
+            return np.empty(self.shape, self.flat.dtype)
+        strides = tuple(stride * self.flat.itemsize for stride in self.strides)
+        return np.lib.stride_tricks.as_strided(self.flat[self.offset :], self.shape, strides)
+
+    def is_between(self) -> Array:
+        """Which entries of `flat` are no element."""
+        elements = dataclasses.replace(self, flat=np.zeros(self.flat.shape, bool))
+        elements.view()[...] = True
+        return ~elements.flat
+
+    def place(self, memory: Memory) -> native.CTensor:
+        self.address = memory.allocate(self.flat.nbytes)
+        memory.write(self.address, self.flat)
+        tensor = native.CTensor.of(DTYPE_CODES[self.dtype.name], self.shape, self.strides)
+        tensor.address = self.address + self.offset * self.flat.itemsize if self.address else 0
+        return tensor
+
+
+def steps(rng: Rng, array: Array, shift: bool) -> tuple[int, int, int]:
+    """How far apart the elements lie: mostly as 16-byte loads and TMA need it, now and then not."""
+    kind = rng.random()
+    if kind < 0.5 and array.ndim > 1:
+        return 1, 16 * int(rng.integers(0, 3)), 0
+    if kind < 0.6 and array.ndim > 1:
+        return 1, int(rng.integers(1, 4)), 0
+    if kind < 0.7:
+        return 2, 0, 0
+    return 1, 0, int(shift and kind < 0.8)
+
+
+def bits(array: Array) -> Array:
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
+
+
+def poisoned(array: Array) -> Array:
+    return np.full(array.shape, POISON[array.dtype], f"u{array.itemsize}").view(array.dtype)
+
+
+def without_poison(array: Array) -> Array:
+    """Random bytes may be what marks an element that was not written."""
+    if array.dtype not in POISON:
+        return array
+    is_poison = bits(array) == POISON[array.dtype]
+    return np.where(is_poison, 0, bits(array)).astype(f"u{array.itemsize}").view(array.dtype)
+
+
+def check_written(operation: str, name: str, before: Buffer, memory: Memory) -> None:
+    """No element of an op's result is poison any more, and nothing between the elements was written."""
+    after = dataclasses.replace(before, flat=np.empty_like(before.flat))
+    memory.read(before.address, after.flat)
+    if name in ("out", "lse"):
+        left = np.argwhere(after.view() == POISON[before.dtype])
+        if len(left):
+            raise AssertionError(f"{operation}: {name}: {len(left)} not written, the first: {left[0]}")
+    between = before.is_between()
+    if not np.array_equal(after.flat[between], before.flat[between]):
+        raise AssertionError(f"{operation}: {name}: written between its elements")
+
+
+# --- sizes of attention ---------------------------------------------------------------------------------------------
+
+
+def page_size(rng: Rng) -> int:
+    """A multiple of 16, a multiple of 8, an odd one, or 0: dense."""
+    return int(pick(rng, 16, 16, 32, 64, 128, 8, 24, 1, 7, 17, 0))
+
+
+def element_of(rng: Rng, q_dtype: np.dtype) -> np.dtype:
+    return pick(rng, *FP8) if q_dtype in FP8 else pick(rng, q_dtype, q_dtype, *FP8)
+
+
+def lengths(rng: Rng, len_q: Array, most: int) -> Array:
+    """Keys of each sequence: those of its queries and a past, or any number."""
+    past = rng.integers(0, most, len(len_q))
+    return len_q + past if rng.random() < 0.7 else past
+
+
+def few_queries(rng: Rng) -> Sizes:
+    """split: at most 64 rows (queries of a head) of each KV head; few long sequences, which blocks share, or many."""
+    seqs, longest = pick(rng, (1, 3000), (2, 1500), (4, 400), (9, 150), (40, 30))
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 9))
+    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
+    len_q = rng.integers(0, 2 if rng.random() < 0.6 else 64 // group + 1, seqs)
+    return Sizes(
+        q_dtype=q_dtype,
+        element=element_of(rng, q_dtype),
+        kv_heads=kv_heads,
+        group=group,
+        dim=int(pick(rng, *INSTANCES, pick(rng, *OTHERS))),
+        len_q=len_q,
+        len_k=lengths(rng, len_q, int(longest)),
+        page=page_size(rng),
+    )
+
+
+def many_queries(rng: Rng) -> Array:
+    """Queries of some sequences, at least one of which is of many; others may decode."""
+    count = int(rng.integers(1, 4))
+    decoding = rng.integers(0, 3, int(pick(rng, 0, 2)))
+    return rng.permutation([*rng.integers(48, int(pick(rng, 64, 130, 300)), count), *decoding])
+
+
+def wide(rng: Rng) -> Sizes:
+    """wide: on Hopper, at least 48 queries a sequence, 16-bit keys, pages of a multiple of 8; no ALiBi."""
+    q_dtype, len_q = pick(rng, BF16, F16), many_queries(rng)
+    return Sizes(
+        q_dtype=q_dtype,
+        element=q_dtype,
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(pick(rng, 1, 2, 3, 4, 5)),
+        dim=int(pick(rng, *INSTANCES, pick(rng, 8, 40, 72, 80, 96, 112, 192, 200))),
+        len_q=len_q,
+        len_k=lengths(rng, len_q, int(pick(rng, 20, 400))),
+        page=int(pick(rng, 0, 8, 16, 24, 64, 128)),
+    )
+
+
+def tile(rng: Rng) -> Sizes:
+    """tile: what wide does not serve, by the page size, the keys' dtype or the head size."""
+    kind = pick(rng, "page", "fp8", "fp8 queries", "head size", "fewer")
+    q_dtype = pick(rng, *FP8) if kind == "fp8 queries" else pick(rng, BF16, F16)
+    element = pick(rng, *FP8) if kind.startswith("fp8") else q_dtype
+    dim = pick(rng, 1, 7, 46, 100, 255) if kind == "head size" else pick(rng, *INSTANCES, *OTHERS)
+    len_q = rng.integers(20, 48, 3) if kind == "fewer" else many_queries(rng)
+    return Sizes(
+        q_dtype=q_dtype,
+        element=element,
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(rng.integers(4, 7) if kind == "fewer" else rng.integers(2, 5)),
+        dim=int(dim),
+        len_q=len_q,
+        len_k=lengths(rng, len_q, 200),
+        page=int(pick(rng, 1, 7, 17)) if kind == "page" else page_size(rng),
+    )
+
+
+def simt(rng: Rng) -> Sizes:
+    """simt: float32 queries, few or many."""
+    len_q = rng.integers(0, 3, 5) if rng.random() < 0.5 else rng.integers(0, 70, 3)
+    return Sizes(
+        q_dtype=F32,
+        element=element_of(rng, F32),
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(rng.integers(1, 9)),
+        dim=int(pick(rng, *INSTANCES, *OTHERS)),
+        len_q=len_q,
+        len_k=lengths(rng, len_q, 200),
+        page=page_size(rng),
+    )
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def few_call(rng: Rng) -> Call:
+    return bounded(rng, driver.attention_call(rng, few_queries(rng)), always=False)
+
+
+def wide_call(rng: Rng) -> Call:
+    call = driver.attention_call(rng, wide(rng))
+    call[1].pop("alibi_slopes", None)
+    return bounded(rng, call, always=True)
+
+
+def alibi_call(rng: Rng) -> Call:
+    call = driver.attention_call(rng, wide(rng))
+    call[1]["alibi_slopes"] = rng.random(call[1]["q"].shape[1:2]).astype(np.float32)
+    return bounded(rng, call, always=True)
+
+
+def tile_call(rng: Rng) -> Call:
+    return bounded(rng, driver.attention_call(rng, tile(rng)), always=True)
+
+
+def simt_call(rng: Rng) -> Call:
+    return driver.attention_call(rng, simt(rng))
+
+
+def bounded(rng: Rng, call: Call, always: bool) -> Call:
+    """With max_seqlen_q unknown or that of the tokens: a smaller one lets split serve every sequence."""
+    if always or rng.random() < 0.8:
+        call[2]["max_seqlen_q"] = int(pick(rng, max(call[1]["q"].shape[0], 1), 2**31 - 1))
+    return call
+
+
+def big_kv_cache_call(rng: Rng) -> Call:
+    """So many tokens that each thread of the kernel writes several."""
+    heads, dim, page = 8, int(pick(rng, 128, 192, 255)), int(pick(rng, 16, 17))
+    dtype = pick(rng, *FLOATS)
+    element = pick(rng, dtype, *FP8)
+    # Columns of up to 16 bytes or 8 elements; of one element in odd head sizes.
+    width = 1 if dim % 2 else 8 if element in FP8 else 16 // dtype.itemsize
+    columns = 2 * heads * dim // width
+    tokens = (1 << 18) // columns + int(rng.integers(1, 40))
+    layout, blocks = str(pick(rng, *LAYOUT_CODES)), tokens // page + 2
+    shapes = driver.cache_shapes(layout, blocks, page, heads, dim)
+    block = driver.floats(rng, (64, heads, dim), dtype)
+    slots = rng.permutation(blocks * page)[:tokens].astype(pick(rng, np.int32, np.int64))
+    tensors = {
+        **{name: np.resize(block, (tokens, heads, dim)) for name in ("key", "value")},
+        **{n: np.zeros(s, element) for n, s in zip(("key_cache", "value_cache"), shapes, strict=False)},
+        "slot_mapping": driver.spoil(rng, slots),
+    }
+    if rng.random() < 0.5:
+        tensors["k_scale"] = rng.uniform(0.1, 2, (heads,)).astype(np.float32)
+    return (
+        native.KV_CACHE,
+        tensors,
+        {"layout": LAYOUT_CODES[layout], "cache_dtype": DTYPE_CODES[element.name]},
+    )
+
+
+# In turn, so that a few calls meet all.
+CALLS: tuple[Callable[[Rng], Call], ...] = (
+    few_call,
+    wide_call,
+    tile_call,
+    driver.kv_cache_call,
+    few_call,
+    wide_call,
+    simt_call,
+    driver.merge_states_call,
+    alibi_call,
+    driver.attention_call,
+)
+BIG_KV_CACHE_EVERY = 25
+RESULTS = ("out", "lse", "key_cache", "value_cache")
+
+
+def plan_attributes(
+    arrays: dict[str, Array], attributes: dict[str, int | float], engines: int
+) -> dict[str, int]:
+    """The scalars of flashxla_attention_plan_args."""
+    k = arrays["k"].shape
+    if "block_table" in arrays:
+        dims: Dims = {}
+        match(k, {**PAIR_DIMS, **ONE_TENSOR_DIMS}[LAYOUTS[int(attributes["layout"])]], dims, "k")
+        blocks, block_size, kv_heads = (dims[symbol][0] for symbol in ("P", "B", "Hk"))
+    else:
+        blocks, block_size, kv_heads = 1, k[0], k[1]
+    tokens, heads, _ = arrays["q"].shape
+    sizes = {"num_tokens": tokens, "num_heads": heads, "num_kv_heads": kv_heads}
+    sizes |= {"num_blocks": blocks, "block_size": block_size, "engines": engines}
+    return sizes | {name: int(attributes[name]) for name in ("causal", "window_left", "window_right")}
+
+
+class Smoke:
+    """Runs calls, and counts what served them."""
+
+    def __init__(self, platform: str) -> None:
+        self.library = native.library(platform)
+        self.memory: Memory = Gpu() if platform == "cuda" else Host()
+        self.served: collections.Counter[str] = collections.Counter()
+        self.refused = 0
+
+    def run(self, call: Call, rng: Rng, overrun: bool = False) -> None:
+        operation, arrays, attributes = call
+        with_a_plan = bool(rng.random() < 0.5)
+        strided = not overrun and rng.random() < 0.4
+        buffers = {}
+        for name, array in arrays.items():
+            # The engines of a plan are chosen before addresses are known: it is for aligned tensors.
+            apart = steps(rng, array, shift=not with_a_plan) if strided and rng.random() < 0.4 else (1, 0, 0)
+            array = poisoned(array) if name in ("out", "lse") else without_poison(array)
+            buffers[name] = Buffer.of(array, apart)
+        try:
+            tensors = {name: buffer.place(self.memory) for name, buffer in buffers.items()}
+            if overrun:
+                tensors["key_cache"].shape[0] += 1
+            self._launch(operation, arrays, tensors, attributes, with_a_plan, rng)
+            self.memory.synchronize()
+            for name in RESULTS:
+                if name in buffers and buffers[name].flat.size and not self.library.check_indices:
+                    check_written(operation.name, name, buffers[name], self.memory)
+        finally:
+            with contextlib.suppress(CudaError):  # the first error is raised already
+                self.memory.free()
+
+    def _launch(
+        self,
+        operation: native.Native,
+        arrays: dict[str, Array],
+        tensors: dict[str, native.CTensor],
+        attributes: dict[str, int | float],
+        with_a_plan: bool,
+        rng: Rng,
+    ) -> None:
+        attributes = dict(attributes)
+        if operation is native.ATTENTION and self.library.platform == "cuda":
+            needs = self.library.attention_needs(tensors, attributes)
+            self.served.update({needs.few_queries.split(":")[0], needs.many_queries.split(":")[0]})
+            size = needs.workspace_bytes
+            if with_a_plan:
+                size = needs.bytes_with_a_plan
+                plan = self._scratch("int32", needs.plan_words, rng)
+                index = {n: t for n, t in tensors.items() if n in native.ATTENTION_PLAN.inputs}
+                scalars = plan_attributes(arrays, attributes, needs.engines)
+                self._native(native.ATTENTION_PLAN, {**index, "plan": plan}, scalars)
+                tensors["plan"], attributes["engines"] = plan, needs.engines
+            tensors["workspace"] = self._scratch("uint8", size, rng)
+        self._native(operation, tensors, attributes)
+
+    def _scratch(self, dtype: str, size: int, rng: Rng) -> native.CTensor:
+        """Memory for the library's use; now and then it holds nonsense."""
+        tensor, nbytes = native.CTensor.of(DTYPE_CODES[dtype], (size,)), size * np.dtype(dtype).itemsize
+        tensor.address = self.memory.allocate(nbytes)
+        if nbytes and rng.random() < 0.5:
+            self.memory.write(tensor.address, np.full(nbytes, 0xA5, np.uint8))
+        return tensor
+
+    def _native(self, operation: native.Native, tensors: Any, attributes: Any) -> None:
+        # The copies to the device are over when it starts, whatever its stream.
+        self.memory.synchronize()
+        args = self.library.arguments(operation, tensors, attributes)
+        problem = self.library.run(operation, args, **self.memory.context)
+        self.served[operation.name] += 1
+        if problem is None:
+            return
+        if "CUDA: " in problem or not self.library.check_indices:
+            raise RuntimeError(f"{operation.name}: {problem}")
+        self.refused += 1
+
+
+def draws(seed: int, calls: int) -> Iterator[tuple[int, str, Call, Rng]]:
+    for number in range(calls):
+        rng = np.random.default_rng([seed, number])
+        make = CALLS[number % len(CALLS)]
+        if number % BIG_KV_CACHE_EVERY == BIG_KV_CACHE_EVERY - 1:
+            make = big_kv_cache_call
+        yield number, make.__name__, make(rng), rng
+
+
+def describe(call: Call) -> str:
+    arrays = ", ".join(f"{name} {array.dtype.name}{list(array.shape)}" for name, array in call[1].items())
+    scalars = ", ".join(f"{name} {value}" for name, value in call[2].items())
+    return f"{arrays}, {scalars}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Random calls of the CUDA library, for compute-sanitizer.")
+    parser.add_argument("seed", nargs="?", type=int, default=None, help="drawn when not given")
+    parser.add_argument("calls", nargs="?", type=int, default=150)
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", type=int, default=None, metavar="NUMBER", help="this call alone")
+    parser.add_argument("--overrun", action="store_true", help="first, a call that memcheck must report")
+    options = parser.parse_args()
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    smoke = Smoke(options.platform)
+    start = time.perf_counter()
+    done = 0
+    if options.overrun:
+        smoke.run(driver.overrun_call(), np.random.default_rng(0), overrun=True)
+    for number, kind, call, rng in draws(seed, options.calls):
+        if options.only not in (None, number):
+            continue
+        # A report of the sanitizer follows the line of its call.
+        print(f"call {number} of seed {seed}: {kind}: {describe(call)}", flush=True)
+        smoke.run(call, rng)
+        done += 1
+    served = ", ".join(f"{name} {count}" for name, count in sorted(smoke.served.items()))
+    print(f"done: {done} calls of seed {seed} in {time.perf_counter() - start:.0f} s: {served}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
