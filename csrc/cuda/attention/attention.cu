@@ -178,7 +178,9 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   }
   p.plan = PlanView(plan, layout);
   if (engines & kUseSplit) LaunchSplit(p, engines, partials, stream);
-  if (engines & kUseWide) LaunchWide(p, stream);
+  if ((engines & kUseWide) && !LaunchWide(p, stream)) {
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "the driver refuses a tensor map of q, k or v");
+  }
   if (!(engines & kSplitAll)) {
     HasTensorCores(args) ? LaunchTile(p, stream) : LaunchSimt(p, stream);
   }

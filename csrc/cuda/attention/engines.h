@@ -30,7 +30,7 @@ void LaunchPlan(const flashxla_attention_plan_args& args, cudaStream_t stream);
 void LaunchSplit(const Problem& problem, int64_t engines, float* workspace, cudaStream_t stream);
 void LaunchTile(const Problem& problem, cudaStream_t stream);  // tensor cores
 void LaunchSimt(const Problem& problem, cudaStream_t stream);  // CUDA cores: f32 queries
-void LaunchWide(const Problem& problem, cudaStream_t stream);
+bool LaunchWide(const Problem& problem, cudaStream_t stream);  // false: a tensor map is refused
 // Merges what LaunchSplit shared out, and writes the rows outside every sequence: 0, LSE -inf.
 void LaunchFinish(const Problem& problem, int64_t engines, float* workspace, cudaStream_t stream);
 

@@ -345,8 +345,11 @@ void LaunchSplit(const Problem& p, int64_t engines, float* workspace, cudaStream
   w.box_keys = SplitBoxKeys(p);
   if (w.box_keys > 0) {
     const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
-    w.k = MapCache(p, p.k, columns, w.box_keys);
-    w.v = MapCache(p, p.v, columns, w.box_keys);
+    // Strides that TMA cannot take, such as 0, go without it.
+    if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
+        !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
+      w.box_keys = 0;
+    }
   }
   WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
     using T = typename decltype(t)::type;

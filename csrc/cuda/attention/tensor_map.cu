@@ -30,35 +30,34 @@ Encode GetEncode() {
 
 }  // namespace
 
-CUtensorMap MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
-                          const int64_t* strides, const int* box) {
+bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
+                   const int64_t* strides, const int* box, CUtensorMap* map) {
   constexpr int kMaxRank = 4;
   cuuint64_t size[kMaxRank], stride[kMaxRank];
-  const bool is_byte = dtype == FLASHXLA_F8E4M3 || dtype == FLASHXLA_F8E5M2;
   cuuint32_t box_size[kMaxRank], element_stride[kMaxRank];
+  const bool is_byte = dtype == FLASHXLA_F8E4M3 || dtype == FLASHXLA_F8E5M2;
   for (int i = 0; i < rank; ++i) {
     size[i] = sizes[i];
     box_size[i] = box[i];
     element_stride[i] = 1;
-    if (i > 0) stride[i - 1] = strides[i] * (is_byte ? 1 : 2);
+    // The stride of a dimension of one element is of no account, but must be a valid one.
+    if (i > 0) stride[i - 1] = sizes[i] == 1 ? 16 : strides[i] * (is_byte ? 1 : 2);
   }
-  CUtensorMap map = {};
-  GetEncode()(
-      &map,
-      dtype == FLASHXLA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      rank, const_cast<void*>(data), size, stride, box_size, element_stride,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return map;
+  const CUtensorMapDataType type = is_byte                 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : dtype == FLASHXLA_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return GetEncode() != nullptr &&
+         GetEncode()(map, type, rank, const_cast<void*>(data), size, stride, box_size,
+                     element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-CUtensorMap MapCache(const Problem& p, const Cache& c, int columns, int keys) {
-  // The stride of the one block of dense keys is of no account, but may not be 0.
-  const int64_t stride_block = p.num_blocks > 1 ? c.stride_block : p.block_size * c.stride_token;
+bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map) {
   const int64_t sizes[4] = {p.head_size, p.num_kv_heads, p.block_size, p.num_blocks};
-  const int64_t strides[4] = {1, c.stride_head, c.stride_token, stride_block};
+  const int64_t strides[4] = {1, c.stride_head, c.stride_token, c.stride_block};
   const int box[4] = {columns, 1, keys, 1};
-  return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box);
+  return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box, map);
 }
 
 }  // namespace flashxla::attention

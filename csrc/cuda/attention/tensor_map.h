@@ -11,13 +11,13 @@
 namespace flashxla::attention {
 
 // A tensor of 16-bit or fp8 elements, innermost dimension first, strides in elements; boxes of 128
-// bytes a row are swizzled, elements outside the tensor read as zero.
-CUtensorMap MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
-                          const int64_t* strides, const int* box);
+// bytes a row are swizzled, elements outside the tensor read as zero. False: the driver refuses.
+bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
+                   const int64_t* strides, const int* box, CUtensorMap* map);
 
 // Keys or values by (dim, head, token in block, block), in boxes of `columns` dims and `keys`
 // tokens.
-CUtensorMap MapCache(const Problem& p, const Cache& c, int columns, int keys);
+bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map);
 
 }  // namespace flashxla::attention
 

@@ -484,11 +484,21 @@ int BoxKeys(const Problem& p) {
   return box;
 }
 
-CUtensorMap MapQueries(const Problem& p) {
+bool MapQueries(const Problem& p, CUtensorMap* map) {
   const int64_t sizes[3] = {p.head_size, p.num_heads, p.num_tokens};
   const int64_t strides[3] = {1, p.q.stride_head, p.q.stride_token};
   const int box[3] = {kBlockColumns, 1, kWideQueries};
-  return MakeTensorMap(p.q.data, p.q_dtype, 3, sizes, strides, box);
+  return MakeTensorMap(p.q.data, p.q_dtype, 3, sizes, strides, box, map);
+}
+
+// TMA takes strides of at least one element, and below 2^40 bytes.
+bool TakesStride(int64_t size, int64_t stride) {
+  return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
+}
+
+bool TakesStrides(const Problem& p, const Cache& c) {
+  return TakesStride(p.num_kv_heads, c.stride_head) && TakesStride(p.block_size, c.stride_token) &&
+         TakesStride(p.num_blocks, c.stride_block);
 }
 
 bool Vectors(const Rows& r) {
@@ -506,17 +516,23 @@ const char* WhyNotWide(const Problem& p) {
   if (p.alibi_slopes.data != nullptr) return "ALiBi";
   if (p.block_table != nullptr && p.block_size % 8 != 0) return "the page size is no multiple of 8";
   if (!p.kv_vectors || !Vectors(p.q)) return "strides or addresses are no multiples of 16 bytes";
+  if (!TakesStrides(p, p.k) || !TakesStrides(p, p.v) ||
+      !TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
+    return "strides that TMA cannot take";
+  }
   if (!p.out_pairs) return "out's strides";
   if (p.num_blocks == 0 || p.block_size == 0) return "there are no keys";
   return "";
 }
 
-void LaunchWide(const Problem& p, cudaStream_t stream) {
-  WideProblem w;
+bool LaunchWide(const Problem& p, cudaStream_t stream) {
+  WideProblem w = {};
   w.p = p;
   w.box_keys = BoxKeys(p);
-  w.q = MapQueries(p), w.k = MapCache(p, p.k, kBlockColumns, w.box_keys);
-  w.v = MapCache(p, p.v, kBlockColumns, w.box_keys);
+  if (!MapQueries(p, &w.q) || !MapCache(p, p.k, kBlockColumns, w.box_keys, &w.k) ||
+      !MapCache(p, p.v, kBlockColumns, w.box_keys, &w.v)) {
+    return false;
+  }
   WithInstance(p.out_dtype, p.head_size, false, [&](auto t, auto dims, auto is_fp8) {
     if constexpr (!decltype(is_fp8)::value) {
       using T = typename decltype(t)::type;
@@ -527,6 +543,7 @@ void LaunchWide(const Problem& p, cudaStream_t stream) {
       LaunchEarly(kernel, NumMultiprocessors(), kThreads, kBytes, stream, w);
     }
   });
+  return true;
 }
 
 }  // namespace flashxla::attention
