@@ -16,6 +16,12 @@ __device__ inline float2 DecodeFp8x2(uint16_t bits, bool e5m2) {
   return __half22float2(__half2(raw));
 }
 
+// The same as two halves.
+__device__ inline uint32_t WidenFp8x2(uint16_t bits, bool e5m2) {
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(bits, e5m2 ? __NV_E5M2 : __NV_E4M3);
+  return raw.x | static_cast<uint32_t>(raw.y) << 16;
+}
+
 __device__ inline float DecodeFp8(uint8_t bits, bool e5m2) { return DecodeFp8x2(bits, e5m2).x; }
 
 __device__ inline float LoadFloat(const char* data, int64_t i, int dtype) {

@@ -1,5 +1,5 @@
-// What is left after the engines: merging the tiles that kSplit shared out, and the rows outside
-// every sequence.
+// What is left after the engines: merging the tiles that kSplit shared out, and the rows that see
+// no key.
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/split.cuh"
@@ -9,23 +9,24 @@ namespace {
 
 constexpr int kThreads = 32 * kSplitRows;
 
-// Whether a token is outside every sequence. A warp looks at 32 at a time.
-__device__ bool IsIdle(const Problem& p, int token) {
-  return token < p.num_tokens && p.plan.token_sequence[token] < 0;
-}
-
-// Rows outside every sequence: out 0, LSE -inf.
-__device__ void StoreIdleRows(const Problem& p, int first, bool is_idle) {
+// A token that no engine looks after: out 0, LSE -inf or the sink. A warp a token.
+__device__ void StoreIdle(const Problem& p, int token, bool in_sequence) {
   const int lane = threadIdx.x & 31;
-  uint32_t idle = __ballot_sync(~0u, is_idle);
-  while (idle != 0) {
-    const int token = first + __ffs(idle) - 1;
-    idle &= idle - 1;
-    const int elements = p.num_heads * p.head_size;
-    for (int i = lane; i < elements; i += 32) {
-      p.StoreOut(token, i / p.head_size, i % p.head_size, 0.f);
+  const int size = p.out_dtype == FLASHXLA_F32 ? 4 : 2;
+  char* row = p.out.data + token * p.out.stride_token * size;
+  const int64_t stride = p.out.stride_head * size;
+  const int vectors = p.head_size * size / 16;
+  const bool aligned = p.out.stride_dim == 1 && p.head_size * size % 16 == 0 && stride % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  for (int head = 0; head < p.num_heads; ++head) {
+    if (aligned) {
+      for (int i = lane; i < vectors; i += 32) {
+        reinterpret_cast<uint4*>(row + head * stride)[i] = make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      for (int d = lane; d < p.head_size; d += 32) p.StoreOut(token, head, d, 0.f);
     }
-    for (int head = lane; head < p.num_heads; head += 32) p.StoreLse(token, head, -INFINITY);
+    if (lane == 0) p.StoreLse(token, head, in_sequence ? p.Sink(head) : -INFINITY);
   }
 }
 
@@ -106,16 +107,16 @@ __global__ void __launch_bounds__(kThreads)
     FinishKernel(const __grid_constant__ Problem p, const SplitWorkspace<kDims> workspace) {
   AllowNext();
   AwaitPrevious();
-  const int lane = threadIdx.x & 31;
-  int first = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / 32 * 32;
-  bool is_idle = IsIdle(p, first + lane);  // early: nothing waits for it
+  int token = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / 32;
+  int sequence =
+      token < p.num_tokens ? p.plan.token_sequence[token] : 0;  // early: none waits for it
   for (int i = blockIdx.x; i < workspace.blocks * p.num_kv_heads; i += gridDim.x) {
     MergeTile<kDims>(p, workspace, i % p.num_kv_heads, i / p.num_kv_heads);
   }
-  while (first < p.num_tokens) {
-    StoreIdleRows(p, first, is_idle);
-    first += static_cast<int>(gridDim.x) * kThreads;
-    is_idle = IsIdle(p, first + lane);
+  while (token < p.num_tokens) {
+    if (sequence < 0) StoreIdle(p, token, sequence == kNoKeys);
+    token += static_cast<int>(gridDim.x) * kThreads / 32;
+    if (token < p.num_tokens) sequence = p.plan.token_sequence[token];
   }
 }
 

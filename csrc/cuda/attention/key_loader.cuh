@@ -118,9 +118,9 @@ struct KeyLoader {
   }
 };
 
-// Widens a warp's fp8 stage (keys, values) to slices of T, exactly.
-template <typename T, int kDims>
-__device__ inline void WidenFp8(const char* stage, char* wide, bool e5m2) {
+// Widens a warp's fp8 stage (keys, values) to slices of f16, exactly.
+template <int kDims, bool kE5m2>
+__device__ inline void WidenFp8(const char* stage, char* wide) {
   using Loader = KeyLoader<kDims, true>;
   constexpr int kWideChunks = kDims / 8;
   const int lane = threadIdx.x & 31;
@@ -134,10 +134,8 @@ __device__ inline void WidenFp8(const char* stage, char* wide, bool e5m2) {
     uint32_t out[8];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const float2 low = DecodeFp8x2(words[w] & 0xffff, e5m2);
-      const float2 high = DecodeFp8x2(words[w] >> 16, e5m2);
-      out[2 * w] = Pack<T>(low.x, low.y);
-      out[2 * w + 1] = Pack<T>(high.x, high.y);
+      out[2 * w] = WidenFp8x2(words[w] & 0xffff, kE5m2);
+      out[2 * w + 1] = WidenFp8x2(words[w] >> 16, kE5m2);
     }
     char* to = wide + half * kSliceBytes<kDims>;
     *reinterpret_cast<uint4*>(to + ChunkOffset<kWideChunks>(r, 2 * chunk)) =
@@ -145,6 +143,11 @@ __device__ inline void WidenFp8(const char* stage, char* wide, bool e5m2) {
     *reinterpret_cast<uint4*>(to + ChunkOffset<kWideChunks>(r, 2 * chunk + 1)) =
         make_uint4(out[4], out[5], out[6], out[7]);
   }
+}
+
+template <int kDims>
+__device__ inline void WidenFp8(const char* stage, char* wide, bool e5m2) {
+  e5m2 ? WidenFp8<kDims, true>(stage, wide) : WidenFp8<kDims, false>(stage, wide);
 }
 
 }  // namespace flashxla::attention

@@ -89,18 +89,11 @@ __device__ void VisibleToAny(const PlanProblem& p, const Sequence& s, int first,
   *end = static_cast<int>(max(high, int64_t{0}));
 }
 
-// Steps of a split sequence: at least one, whose block writes the rows even if they see no key.
-__device__ int CountSteps(const PlanProblem& p, Sequence* s) {
-  int begin, end;
-  VisibleToAny(p, *s, 0, s->num_queries - 1, &begin, &end);
-  s->first_step = begin / kSplitKeys;
-  return max((end + kSplitKeys - 1) / kSplitKeys - s->first_step, 1);
-}
-
 // Sequences with too many queries for one thread to look after.
 struct LongSequence {
   int32_t index, first_query, num_queries, num_keys;
   int32_t first_tile;  // of its wide tiles
+  int32_t mark;        // of its tokens, in token_sequence
   bool is_wide;
 };
 constexpr int kMaxLong = 512;
@@ -289,7 +282,7 @@ __device__ void MarkLong(const Shared& shared, int32_t* token_sequence) {
     if (!all && n % kWarps != warp) continue;
 #pragma unroll 1
     for (int t = all ? threadIdx.x : lane; t < s.num_queries; t += all ? kThreads : 32) {
-      token_sequence[s.first_query + t] = s.index;
+      token_sequence[s.first_query + t] = s.mark;
     }
   }
 }
@@ -309,7 +302,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   const int num_sequences =
       p.num_seqs.data ? min(max(p.num_seqs[0], 0), p.num_sequences) : p.num_sequences;
   if (thread == 0) shared.num_long = 0;
-  for (int i = thread; i < p.num_tokens; i += kThreads) token_sequence[i] = -1;
+  for (int i = thread; i < p.num_tokens; i += kThreads) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(p, num_sequences, sequences.plan);
 
   // Keys, engines, and the list of kSplit.
@@ -324,21 +317,28 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
       s.num_queries = grows ? p.cu_seqlens_q[i + 1] - s.first_query : sequences.plan[i].num_queries;
       if (ReadKeys(p, i, &s) && s.num_queries > 0) {
         const int64_t rows = int64_t{s.num_queries} * p.group_size;
-        if ((p.engines & kSplitAll) || ((p.engines & kUseSplit) && rows <= kMaxSplitRows)) {
+        int begin, end;
+        VisibleToAny(p, s, 0, s.num_queries - 1, &begin, &end);
+        const bool sees_keys = begin < end;
+        if (!sees_keys) {
+          s.engine = kIdle;
+        } else if ((p.engines & kSplitAll) || ((p.engines & kUseSplit) && rows <= kMaxSplitRows)) {
           s.engine = kSplit;
-          s.num_steps = CountSteps(p, &s);
+          s.first_step = begin / kSplitKeys;
+          s.num_steps = (end + kSplitKeys - 1) / kSplitKeys - s.first_step;
           steps = s.num_steps * static_cast<int>((rows + kSplitRows - 1) / kSplitRows);
         } else {
           s.engine = (p.engines & kUseWide) && s.num_queries >= kMinWideQueries ? kWide : kTile;
         }
+        const int mark = sees_keys ? i : kNoKeys;
         const int place = s.num_queries > kMinLong ? atomicAdd(&shared.num_long, 1) : kMaxLong;
         if (place < kMaxLong) {
-          shared.long_sequences[place] = {i, s.first_query,    s.num_queries, s.num_keys,
-                                          0, s.engine == kWide};
+          shared.long_sequences[place] = {i, s.first_query, s.num_queries,    s.num_keys,
+                                          0, mark,          s.engine == kWide};
           if (s.engine == kWide) s.first_step = place;
         } else {
           if (s.engine == kWide) s.engine = kTile;  // its table stays unchecked
-          for (int t = 0; t < s.num_queries; ++t) token_sequence[s.first_query + t] = i;
+          for (int t = 0; t < s.num_queries; ++t) token_sequence[s.first_query + t] = mark;
         }
       }
     }

@@ -9,7 +9,7 @@ namespace flashxla::attention {
 
 // Who computes a sequence. The order is that of the lists below.
 enum Engine : int32_t {
-  kIdle = 0,   // it has no queries, or its index entries are unsound
+  kIdle = 0,   // it has no queries, sees no key, or its index entries are unsound
   kSplit = 1,  // few queries: tensor cores, the keys divided among all multiprocessors
   kTile = 2,   // any other: one block a tile of rows
   kWide = 3,   // many queries on Hopper: warpgroup matrix instructions, TMA loads
@@ -41,6 +41,9 @@ struct alignas(16) Sequence {
   int32_t first_step;  // split: the first group that any of its rows sees
   int32_t unused[3];
 };
+
+// Tokens that no engine looks after: outside every sequence, and in one that sees no key.
+constexpr int kNoSequence = -1, kNoKeys = -2;
 
 // A block of kSplit: its steps [begin, end) of the line, and the tile of rows that the first is of.
 struct alignas(16) SplitBlock {
@@ -86,7 +89,7 @@ struct PlanLayout {
   __host__ __device__ int64_t wide_tiles() const {
     return (tile_starts() + num_sequences + 2) / 2 * 2;
   }
-  // The sequence of each query token, -1 for none [T]
+  // The sequence of each query token, or one of the marks below [T]
   __host__ __device__ int64_t token_sequence() const { return wide_tiles() + 2ll * num_wide; }
   __host__ __device__ int64_t words() const { return token_sequence() + num_tokens; }
 };

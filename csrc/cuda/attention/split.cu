@@ -123,8 +123,9 @@ struct BoxLoader {
 #endif
 
 // Adds up the warps' parts of a tile. Warp 0 then holds the whole.
-template <typename T, int kDims>
-__device__ void Combine(WarpAttention<T, kDims>& part, float* exchange, float* tops, float* sums) {
+template <typename T, int kDims, typename Out>
+__device__ void Combine(WarpAttention<T, kDims, Out>& part, float* exchange, float* tops,
+                        float* sums) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   part.FinishSums();
   if (lane % 4 == 0) {
@@ -175,8 +176,8 @@ __device__ void Combine(WarpAttention<T, kDims>& part, float* exchange, float* t
   }
 }
 
-template <typename T, int kDims>
-__device__ void StorePartial(const WarpAttention<T, kDims>& part, float* partial) {
+template <typename T, int kDims, typename Out>
+__device__ void StorePartial(const WarpAttention<T, kDims, Out>& part, float* partial) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
 #pragma unroll 1
   for (int stage = 0; stage < S::kStages; ++stage) start_load(stage);
 
-  WarpAttention<T, kDims> part;
+  WarpAttention<std::conditional_t<kFp8, __half, T>, kDims, T> part;
   int stage = 0;
   uint32_t parity = 0;
   while (true) {  // tiles of rows
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
       }
       uint32_t address = SharedAddress(keys);
       if constexpr (kFp8) {
-        WidenFp8<T, kDims>(keys, wide, p.kv_dtype == FLASHXLA_F8E5M2);
+        WidenFp8<kDims>(keys, wide, p.kv_dtype == FLASHXLA_F8E5M2);
         __syncwarp();
         address = SharedAddress(wide);
       }

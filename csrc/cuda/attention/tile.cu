@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
     };
     load(0, first);
     load(1, first + kTileKeys);
-    WarpAttention<T, kDims> rows;
+    WarpAttention<std::conditional_t<kFp8, __half, T>, kDims, T> rows;
     rows.Begin(p, s, index, kv_head, block_row + warp * 16);
     int stage = 0;
     for (int key = first; key < last; key += kTileKeys) {
@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
       uint32_t address = SharedAddress(shared + stage * S::kStageBytes);
       if constexpr (kFp8) {
         __syncwarp();
-        WidenFp8<T, kDims>(mine, wide + warp * 2 * kSliceBytes<kDims>,
-                           p.kv_dtype == FLASHXLA_F8E5M2);
+        WidenFp8<kDims>(mine, wide + warp * 2 * kSliceBytes<kDims>, p.kv_dtype == FLASHXLA_F8E5M2);
         address = SharedAddress(wide);
       }
       __syncthreads();

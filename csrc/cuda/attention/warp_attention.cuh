@@ -6,11 +6,16 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
 
+#include <type_traits>
+
 #include "cuda/attention/key_loader.cuh"
 
 namespace flashxla::attention {
 
-template <typename T, int kDims>
+// T multiplies, Out is the dtype of out and of 16-bit queries. They differ for bf16 queries on fp8
+// keys, which widen to f16 at a quarter of the cost: a power of two for each row brings the queries
+// into f16's range.
+template <typename T, int kDims, typename Out = T>
 struct WarpAttention {
   static constexpr int kChunks = kDims / 8;
 
@@ -22,6 +27,7 @@ struct WarpAttention {
   int begin_all, end_all;  // keys that all rows of the tile see
   int64_t diagonal[2];     // position of each row among the keys
   float scale;             // of a dot product; in log2 units if plain
+  float row_scale[2];      // undoes the row\'s power of two
   bool plain;              // no softcap, no ALiBi
 
   // Starts on rows [first_row, first_row + 16) of a sequence for one KV head.
@@ -68,6 +74,7 @@ struct WarpAttention {
           }
         }
       }
+      if constexpr (!std::is_same_v<T, Out>) row_scale[r] = Rescale(r);
     }
 #pragma unroll
     for (int n = 0; n < kDims / 8; ++n) {
@@ -94,7 +101,10 @@ struct WarpAttention {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) score[n][i] *= scale;
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (!std::is_same_v<T, Out>) score[n][i] *= row_scale[i / 2];
+        score[n][i] *= scale;
+      }
     }
     if (!plain) {
 #pragma unroll
@@ -184,14 +194,14 @@ struct WarpAttention {
       const float2 end = FinishRow(top[r], sum[r], p.Sink(head));
       const float factor = end.x * value_scale;
       if (lane % 4 == 0) p.StoreLse(token, head, end.y);
-      T* to =
-          reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token + head * p.out.stride_head;
-      // T is the dtype of out: that of q, bf16 for an fp8 q.
+      Out* to = reinterpret_cast<Out*>(p.out.data) + token * p.out.stride_token +
+                head * p.out.stride_head;
+      // Out is that of q, bf16 for an fp8 q.
 #pragma unroll
       for (int n = 0; n < kDims / 8; ++n) {
         const int d = n * 8 + lane % 4 * 2;
         if (d >= p.head_size) continue;
-        const uint32_t pair = Pack<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
+        const uint32_t pair = Pack<Out>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
         if (p.out_pairs) {
           *reinterpret_cast<uint32_t*>(to + d) = pair;
         } else {
@@ -202,16 +212,47 @@ struct WarpAttention {
   }
 
  private:
+  // Turns a row's bf16 queries into T, near 1. Returns the power of two that undoes it.
+  __device__ float Rescale(int r) {
+    auto values = [&](int k, int half) {
+      return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(q[k][half * 2 + r]));
+    };
+    float top = 0.f;
+#pragma unroll
+    for (int k = 0; k < kDims / 16; ++k) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 x = values(k, half);
+        top = fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y)));
+      }
+    }
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+    // The power of two below top, within what has an inverse; NaN and infinity stay what they are.
+    const float power =
+        __uint_as_float(min(max(__float_as_uint(top) & 0x7f800000u, 0x01000000u), 0x7e000000u));
+#pragma unroll
+    for (int k = 0; k < kDims / 16; ++k) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 x = values(k, half);
+        q[k][half * 2 + r] = Pack<T>(x.x / power, x.y / power);
+      }
+    }
+    return power;
+  }
+
   // Elements d and d + 1 of a row, of any strides and dtype. Apart, for the usual case's code shall
   // be short: what runs once pays for every line of it.
   __device__ __noinline__ static uint32_t LoadElements(const Problem& p, int64_t base, int d) {
     const float x = LoadFloat(p.q.data, base + d * p.q.stride_dim, p.q_dtype);
     const float y =
         d + 1 < p.head_size ? LoadFloat(p.q.data, base + (d + 1) * p.q.stride_dim, p.q_dtype) : 0.f;
-    return Pack<T>(x, y);
+    return Pack<Out>(x, y);
   }
-  __device__ __noinline__ static void StoreElements(const Problem& p, T* to, int d, uint32_t pair) {
-    const T* x = reinterpret_cast<const T*>(&pair);
+  __device__ __noinline__ static void StoreElements(const Problem& p, Out* to, int d,
+                                                    uint32_t pair) {
+    const Out* x = reinterpret_cast<const Out*>(&pair);
     to[d * p.out.stride_dim] = x[0];
     if (d + 1 < p.head_size) to[(d + 1) * p.out.stride_dim] = x[1];
   }
