@@ -98,6 +98,10 @@ Problem MakeProblem(const flashxla_attention_args& args) {
   p.group_size = p.num_heads / std::max(p.num_kv_heads, 1);
   p.num_blocks = static_cast<int32_t>(k.num_blocks);
   p.block_size = static_cast<int32_t>(k.block_size);
+  p.block_shift = -1;
+  for (int shift = 0; shift < 31; ++shift) {
+    if (p.block_size == 1 << shift) p.block_shift = shift;
+  }
   p.window_left = static_cast<int32_t>(args.window_left);
   p.window_right = args.causal ? 0 : static_cast<int32_t>(args.window_right);
   p.q_dtype = static_cast<int32_t>(args.q.dtype);

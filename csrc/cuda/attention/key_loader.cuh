@@ -27,22 +27,37 @@ template <int kDims>
 constexpr int kSliceBytes = kSliceKeys * kDims * 2;
 
 // Where a warp's next 16 keys lie: lane l knows key l % 16. Looked up one step before the copies
-// start, for a table entry takes a while to come.
+// start, for a table entry takes a while to come: Find asks for it, Resolve looks at it.
 struct KeyPlaces {
-  int block, token;  // 0 if there is no such key
-  bool there;
-  uint32_t mask;  // which of the 16 exist
+  int block, token;
+  bool inside, seen;  // there is such a key; it is not behind leftpad_k
+  bool there;         // it has a sound table entry, too
+  uint32_t mask;      // which of the 16 exist and are seen
 
-  __device__ static KeyPlaces None() { return {0, 0, false, 0}; }
+  __device__ static KeyPlaces None() { return {0, 0, false, false, false, 0}; }
 
-  // Keys [first, first + 16) of a sequence. All lanes of the warp call it.
+  // Keys [first, first + 16) of a sequence.
   __device__ static KeyPlaces Find(const Problem& p, const Sequence& s, int index, int first) {
     const int j = first + (threadIdx.x & 15);
     KeyPlaces places = None();
-    places.there = j < s.num_keys && p.Locate(s, index, j, &places.block, &places.token);
-    if (!places.there) places.block = places.token = 0;
-    places.mask = __ballot_sync(kAllLanes, places.there && j >= s.first_key) & 0xffffu;
+    places.inside = j < s.num_keys;
+    places.seen = j >= s.first_key;
+    places.token = s.key_row + j;
+    if (p.block_table != nullptr) {
+      const int page = p.block_shift >= 0 ? j >> p.block_shift : j / p.block_size;
+      places.token = j - page * p.block_size;
+      if (places.inside) {
+        places.block = p.block_table[index * p.table_stride_sequence + page * p.table_stride_page];
+      }
+    }
     return places;
+  }
+
+  // All lanes of the warp call it.
+  __device__ void Resolve(const Problem& p) {
+    there = inside && block >= 0 && block < p.num_blocks;
+    if (!there) block = token = 0;
+    mask = __ballot_sync(kAllLanes, there && seen) & 0xffffu;
   }
 
   __device__ int64_t OffsetIn(const Cache& c) const {

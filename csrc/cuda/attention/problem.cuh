@@ -48,7 +48,8 @@ struct Problem {
   int64_t table_stride_sequence, table_stride_page;
   int32_t num_tokens, num_heads, num_kv_heads, group_size, head_size;
   int32_t num_blocks, block_size;
-  int32_t window_left, window_right;                 // < 0: unlimited; causal makes window_right 0
+  int32_t block_shift;                // log2 of a block size that is a power of two, else -1
+  int32_t window_left, window_right;  // < 0: unlimited; causal makes window_right 0
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
   // What strides and addresses allow: 16-byte loads of keys and values, 4-byte ones of 16-bit
   // queries, 4-byte stores of 16-bit outputs.

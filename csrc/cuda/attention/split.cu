@@ -239,6 +239,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
   KeyPlaces places = find();
   uint64_t masks = 0;  // 16 bits a stage in flight, the oldest lowest
   auto start_load = [&](int stage) {
+    places.Resolve(p);
     masks = masks >> 16 | uint64_t{places.mask} << (16 * (S::kStages - 1));
     if (load.x < end) {
       char* to = stages + stage * Loader::kStageBytes;

@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
       KeyPlaces places = KeyPlaces::None();
       if (key < last) {
         places = KeyPlaces::Find(p, s, index, key + warp * kSliceKeys);
+        places.Resolve(p);
         Loader::Start(p, places, kv_head,
                       shared + stage * S::kStageBytes + warp * Loader::kStageBytes);
       }

@@ -51,6 +51,7 @@ class GraphTimer:
     """CUDA events around replays of a CUDA graph of many calls: the device's time, without the host's."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self._calls = calls  # a graph holds addresses, not tensors
         self._capture(calls, rotation(len(calls), _warm_up(calls)))
         seconds = _between_events(self._graph.replay, 2) / self._count
         # The first estimate may have been the host's time.
