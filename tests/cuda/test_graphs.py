@@ -83,7 +83,7 @@ def test_torch_side_stream(torch: Any, rng: np.random.Generator) -> None:
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # the inputs come late
+        torch.cuda._sleep(2_000_000_000)  # a second: the inputs come late, whatever else is loading
         for name, array in arrays.items():
             state.inputs[name].copy_(array)
         state.run()

@@ -16,10 +16,28 @@ __device__ inline float2 DecodeFp8x2(uint16_t bits, bool e5m2) {
   return __half22float2(__half2(raw));
 }
 
-// The same as two halves.
-__device__ inline uint32_t WidenFp8x2(uint16_t bits, bool e5m2) {
-  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(bits, e5m2 ? __NV_E5M2 : __NV_E4M3);
-  return raw.x | static_cast<uint32_t>(raw.y) << 16;
+// Four fp8 numbers to two pairs of halves, exactly.
+template <bool kE5m2>
+__device__ inline void WidenFp8x4(uint32_t bytes, uint32_t* low, uint32_t* high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if constexpr (kE5m2) {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; "
+        "cvt.rn.f16x2.e5m2x2 %1, b;}"
+        : "=r"(*low), "=r"(*high)
+        : "r"(bytes));
+  } else {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; "
+        "cvt.rn.f16x2.e4m3x2 %1, b;}"
+        : "=r"(*low), "=r"(*high)
+        : "r"(bytes));
+  }
+#else
+  auto widen = [](uint16_t bits) {
+    const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(bits, kE5m2 ? __NV_E5M2 : __NV_E4M3);
+    return raw.x | static_cast<uint32_t>(raw.y) << 16;
+  };
+  *low = widen(bytes & 0xffff), *high = widen(bytes >> 16);
+#endif
 }
 
 __device__ inline float DecodeFp8(uint8_t bits, bool e5m2) { return DecodeFp8x2(bits, e5m2).x; }

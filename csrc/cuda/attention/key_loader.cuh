@@ -149,8 +149,7 @@ __device__ inline void WidenFp8(const char* stage, char* wide) {
     uint32_t out[8];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      out[2 * w] = WidenFp8x2(words[w] & 0xffff, kE5m2);
-      out[2 * w + 1] = WidenFp8x2(words[w] >> 16, kE5m2);
+      WidenFp8x4<kE5m2>(words[w], &out[2 * w], &out[2 * w + 1]);
     }
     char* to = wide + half * kSliceBytes<kDims>;
     *reinterpret_cast<uint4*>(to + ChunkOffset<kWideChunks>(r, 2 * chunk)) =

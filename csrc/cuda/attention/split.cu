@@ -72,8 +72,8 @@ struct Cursor {
 template <int kDims, bool kFp8>
 struct BoxLoader {
   using Loader = KeyLoader<kDims, kFp8>;
-  static constexpr int kColumnBytes = 128;
-  static constexpr int kColumns = Loader::kRowBytes / kColumnBytes;
+  [[maybe_unused]] static constexpr int kColumnBytes = 128;
+  [[maybe_unused]] static constexpr int kColumns = Loader::kRowBytes / kColumnBytes;
   uint32_t barriers;
 
   __device__ void Init(int stages) const {

@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kThreads = 3 * kGroupThreads;
-constexpr int kConsumerWarps = 8;
-constexpr int kRowBytes = 128;     // of a row in shared memory
-constexpr int kBlockColumns = 64;  // 16-bit elements of it
+[[maybe_unused]] constexpr int kConsumerWarps = 8;
+[[maybe_unused]] constexpr int kRowBytes = 128;  // of a row in shared memory
+constexpr int kBlockColumns = 64;                // 16-bit elements of it
 
 template <int kDims>
 struct Shape {
