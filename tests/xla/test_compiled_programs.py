@@ -1,4 +1,4 @@
-"""What XLA compiled: no copy of a cache, stable pointers, and memory and time that do not grow with the cache."""
+"""What XLA compiled: no copy of a cache, stable pointers, and temporary memory that does not grow with the cache."""
 
 from __future__ import annotations
 
