@@ -7,7 +7,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda
 CUDA_ARCHITECTURES ?= 80;90a
 TEST_CUDA_ARCHITECTURES ?= 90a
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
-CLANG_FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh')
+CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format build cuda cuda-for-test wheel lock clean
@@ -19,7 +19,8 @@ demo: .venv/built  ## a language model writes text through paged attention compi
 	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla --temperature 0.6 --top-p 0.9 --max-new-tokens 160
 
 test: lint .venv/built cuda-for-test  ## everything that must hold
-	@PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS)
+	@# Tests start many processes: without compiled modules each takes seconds more to import PyTorch.
+	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS)
 
 lint: .venv/built  ## style and types
 	@$(BIN)/ruff check

@@ -212,14 +212,15 @@ class Library:
     @property
     def ffi_api_version(self) -> str:
         """The XLA FFI API version that the handlers were built with."""
-        return _version(self._cdll.flashxla_ffi_api_version())
+        return version_text(self._cdll.flashxla_ffi_api_version())
 
     def runtime_api_version(self, api: int) -> str:
         """The XLA FFI API version of the runtime behind an XLA_FFI_Api*."""
-        return _version(self._cdll.flashxla_ffi_runtime_api_version(api))
+        return version_text(self._cdll.flashxla_ffi_runtime_api_version(api))
 
 
-def _version(number: int) -> str:
+def version_text(number: int) -> str:
+    """1 * 1000 + 2 -> "1.2"."""
     return f"{number // 1000}.{number % 1000}"
 
 
@@ -242,13 +243,19 @@ def is_installed(platform: str) -> bool:
     return any((folder / _file_name(platform)).exists() for folder in _folders())
 
 
+def library_path(name: str) -> Path:
+    """The file of a library: of a platform, or "pjrt". Raises ImportError if it is not installed."""
+    tried = []
+    for folder in _folders():
+        if (folder / _file_name(name)).exists():
+            return folder / _file_name(name)
+        tried.append(str(folder))
+    raise ImportError(
+        f"flashxla: {_file_name(name)} not found in {', '.join(tried)}; {HOW_TO_BUILD.get(name, HOW_TO_BUILD['cpu'])}"
+    )
+
+
 @functools.cache
 def library(platform: str) -> Library:
     """The library of a platform, "cpu" or "cuda". Raises ImportError if it is not installed."""
-    name = _file_name(platform)
-    tried = []
-    for folder in _folders():
-        if (folder / name).exists():
-            return Library(platform, folder / name)
-        tried.append(str(folder))
-    raise ImportError(f"flashxla: {name} not found in {', '.join(tried)}; {HOW_TO_BUILD[platform]}")
+    return Library(platform, library_path(platform))

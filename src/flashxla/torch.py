@@ -6,6 +6,9 @@ B block size, M blocks a sequence. Caches are updated in place on every device.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 try:
     import torch
 except ImportError as error:
@@ -257,6 +260,68 @@ def merge_attn_states(
     return _OPS.merge_attn_states(out_a, lse_a, out_b, lse_b)
 
 
+def from_dlpack(external: Any) -> torch.Tensor:
+    """An XLA tensor that shares the memory of another framework's tensor on the same device; nothing is copied.
+
+    Args:
+        external: an object with __dlpack__, such as a torch.cuda tensor or a JAX array; dense, row-major. On a GPU
+            where PyTorch/XLA runs on one, else on the CPU. It must not change while XLA reads it.
+
+    Returns:
+        A tensor on torch_xla's device, whose buffer is external's memory and keeps it alive. flashxla's in-place
+        operations update that memory; other operations make new tensors.
+
+    Raises:
+        TypeError, ValueError: no DLPack tensor, another device, strides, or a type that DLPack has no code for.
+    """
+    from flashxla.xla import dlpack
+
+    return dlpack.from_dlpack(external)
+
+
+def to_dlpack(tensor: torch.Tensor) -> Any:
+    """An XLA tensor for another framework's from_dlpack: torch.from_dlpack(fx.to_dlpack(x)); nothing is copied.
+
+    Waits until the tensor is computed. While the other framework holds the memory, update the tensor by flashxla's
+    in-place operations only; it sees their updates after a sync.
+
+    Raises:
+        TypeError, ValueError: no XLA tensor, or a type that DLPack has no code for.
+    """
+    from flashxla.xla import dlpack
+
+    return dlpack.to_dlpack(tensor)
+
+
+def shard_map(
+    function: Callable[..., Any],
+    mesh: Any,
+    in_specs: Sequence[tuple[Any, ...] | None],
+    out_specs: Sequence[tuple[Any, ...] | None],
+    updated: Sequence[int] = (),
+) -> Callable[..., Any]:
+    """A function that runs on each device's part of its arguments, in PyTorch/XLA's SPMD mode.
+
+    XLA's partitioner cannot look into a custom call: left to itself it gathers what is sharded, the caches too.
+    Heads do not depend on each other, so each device can run the operations on its own.
+
+    Args:
+        function: takes and returns tensors, of the size of one device's part.
+        mesh: a torch_xla.distributed.spmd.Mesh with named axes.
+        in_specs: for each argument the mesh axis of each dimension, (None, "heads", None), or None: replicated.
+        out_specs: the same for each result.
+        updated: the numbers of the arguments that function updates in place.
+
+    Returns:
+        A function of whole tensors, those sharded by mark_sharding with the same specs.
+
+    As jax.shard_map, which serves flashxla.jax.
+    """
+    from flashxla.xla import spmd
+
+    return spmd.shard_map(function, mesh, in_specs, out_specs, updated)
+
+
 def _scale(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor | None:
     if isinstance(scale, (int, float)):
         return torch.full((1,), float(scale), dtype=torch.float32, device=like.device)
@@ -265,9 +330,12 @@ def _scale(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tens
 
 __all__ = [
     "flash_attn_varlen_func",
+    "from_dlpack",
     "merge_attn_states",
     "paged_attention",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "setup_custom_call",
+    "shard_map",
+    "to_dlpack",
 ]

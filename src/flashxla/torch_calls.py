@@ -49,21 +49,23 @@ def layouts_and_scalars(op: Op, arguments: Arguments) -> tuple[Layouts, tuple[An
     )
 
 
+def aval(layout: Layout) -> Aval:
+    """Shape and dtype of a tensor, in the declarations' terms."""
+    return Aval(tuple(layout.shape), _dtype_name(layout.dtype))
+
+
 def resolve(op: Op, layouts: Layouts, scalars: tuple[Any, ...]) -> Call:
     """Hold a call against the declaration. Raises TypeError and ValueError."""
     device = layouts[0].device if layouts[0] else None
     avals = {}
     for t, layout in zip(op.tensors, layouts, strict=True):
-        avals[t.name] = layout and Aval(tuple(layout.shape), _dtype_name(layout.dtype))
+        avals[t.name] = layout and aval(layout)
         if layout and layout.device != device:
             raise ValueError(
                 f"{op.name}: {t.name}: got a tensor on {layout.device}; accepted: {device}, the device of "
                 f"{op.tensors[0].name}"
             )
     return op.resolve(avals, dict(zip((s.name for s in op.scalars), scalars, strict=True)))
-
-
-resolve_once = functools.lru_cache(maxsize=4096)(resolve)
 
 
 def empty_results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:

@@ -140,9 +140,7 @@ def _xla_kernel(op: Op) -> Callable[..., Any]:
         from flashxla.xla import embed
 
         arguments = bind(op, args, kwargs)
-        call = torch_calls.resolve_once(op, *torch_calls.layouts_and_scalars(op, arguments))
-        operands = [arguments[name] for name, _ in call.operands]
-        results = embed.run(call, operands, donate=arguments.get("donate", False))
+        results = embed.run(op, arguments, donate=arguments.get("donate", False))
         missing = max(0, len(op.result_names) - len(results))
         first = arguments[op.tensors[0].name]
         return _returned(results + [first.new_empty((0,), dtype=torch.float32) for _ in range(missing)])
@@ -167,13 +165,13 @@ def _functionalize(op: Op) -> None:
 
     def lazy(*args: Any, **kwargs: Any) -> None:
         api: Any = CppFunctionalizeAPI()
-        inner = bind(op, api.unwrap_tensors(args), api.unwrap_tensors(kwargs))
+        arguments = bind(op, args, kwargs)
+        inner = {name: _unwrapped(value) for name, value in arguments.items()}
         with api.redispatch_to_next():
             new = _tuple(twin(*(inner[name] for name in op.names)))
             for tensor, update in zip(op.mutated, new, strict=True):
                 # Tells torch_xla that the update takes the old value's place, which lets it donate the buffer.
                 torch.ops.aten._propagate_xla_data(inner[tensor.name], update)
-        arguments = bind(op, args, kwargs)
         for tensor, update in zip(op.mutated, new, strict=True):
             api.replace(arguments[tensor.name], update)
             api.commit_update(arguments[tensor.name])
@@ -199,6 +197,14 @@ def _functionalize(op: Op) -> None:
         return None
 
     overload.py_impl(FunctionalTensorMode)(traced)
+
+
+def _unwrapped(value: Any) -> Any:
+    """What a functional tensor wraps; other values stay. CppFunctionalizeAPI's way, a pytree, takes ten times this."""
+    if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
+        return value
+    torch._sync(value)  # type: ignore[no-untyped-call]
+    return torch._from_functional_tensor(value)
 
 
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:

@@ -51,13 +51,12 @@ def _direct(
     slots: torch.Tensor,
 ) -> None:
     """Put the custom call into XLA's graph without an operation of PyTorch's, then assign `.data`."""
-    from flashxla import ops, torch_calls, torch_library
+    from flashxla import ops, torch_library
     from flashxla.xla import embed
 
     op = ops.RESHAPE_AND_CACHE_FLASH
     arguments = torch_library.bind(op, (key, value, key_cache, value_cache, slots), {})
-    call = torch_calls.resolve(op, *torch_calls.layouts_and_scalars(op, arguments))
-    key_cache.data, value_cache.data = embed.run(call, [arguments[name] for name, _ in call.operands])
+    key_cache.data, value_cache.data = embed.run(op, arguments)
 
 
 def _existing(

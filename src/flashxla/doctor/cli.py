@@ -7,12 +7,15 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from flashxla import native
 from flashxla.doctor import probe
+from flashxla.xla import gpu, pjrt_adapter
 
 PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "transformers")
 
@@ -64,17 +67,12 @@ def _findings() -> Iterator[Finding]:
         else:
             yield Finding(f"native library ({name})", None, f"not installed; {native.HOW_TO_BUILD[name]}")
     yield _try("XLA runtime of jaxlib", _jax_runtime)
-    if importlib.util.find_spec("torch_xla"):
-        yield _try("XLA runtime of torch_xla", _torch_xla_runtime)
-    for frontend in probe.FRONTENDS:
-        if frontend == "jax" or importlib.util.find_spec("torch_xla"):
-            yield _try(f"in place: {frontend}", functools.partial(_in_place, frontend))
-        else:
-            yield Finding(f"in place: {frontend}", None, "torch_xla is not installed")
+    yield from _torch_xla()
+    yield _try("in place: jax", functools.partial(_in_place, "jax"))
     yield _torch_cuda()
 
 
-def _try(topic: str, check: Callable[[], tuple[bool, str]]) -> Finding:
+def _try(topic: str, check: Callable[[], tuple[bool | None, str]]) -> Finding:
     try:
         return Finding(topic, *check())
     except Exception as error:
@@ -98,12 +96,55 @@ def _jax_runtime() -> tuple[bool, str]:
     return True, f"devices: {', '.join(map(str, jax.devices()))}; targets registered"
 
 
-def _torch_xla_runtime() -> tuple[bool, str]:
-    from flashxla.xla import registration, torch_xla_runtime
+def _torch_xla() -> Iterator[Finding]:
+    """PyTorch/XLA on the CPU and, where there is one and a plugin for it, on a GPU."""
+    if importlib.util.find_spec("torch_xla") is None:
+        yield Finding("in place: lazy, openxla", None, "torch_xla is not installed")
+        return
+    yield _try("torch_xla on CPU", _torch_xla_cpu)
+    devices = {"CPU": "CPU"}
+    topic = "torch_xla on GPU"
+    try:
+        plugin = pjrt_adapter.find_plugin()
+    except pjrt_adapter.PluginError as error:
+        yield Finding(topic, None, str(error).removeprefix("flashxla: "))
+    else:
+        yield _try(topic, functools.partial(_torch_xla_gpu, plugin))
+        if gpu.count(os.environ):
+            devices["GPU"] = gpu.DEVICE
+    for name, pjrt_device in devices.items():
+        for frontend in ("lazy", "openxla"):
+            yield _try(f"in place: {frontend} on {name}", functools.partial(_in_place, frontend, pjrt_device))
 
-    registration.register_torch_xla()
-    version = native.library("cpu").runtime_api_version(torch_xla_runtime.ffi_api())
-    return True, f"XLA:CPU, FFI API {version}; targets registered"
+
+def _torch_xla_cpu() -> tuple[bool, str]:
+    from flashxla.xla import torch_xla_runtime
+
+    api = torch_xla_runtime.ffi_api()
+    native.library("cpu").register_ffi(api, "Host")
+    return True, f"XLA:CPU, FFI API {native.library('cpu').runtime_api_version(api)}; targets registered"
+
+
+def _torch_xla_gpu(plugin: Path) -> tuple[bool | None, str]:
+    adapter = pjrt_adapter.load()
+    text = f"{_package_of(plugin)}, PJRT API {adapter.api_version} (accepted: {adapter.accepted_versions})"
+    if not native.is_installed("cuda"):
+        return (
+            None,
+            f"{text}; no targets: libflashxla_cuda.so is not installed, {native.HOW_TO_BUILD['cuda']}",
+        )
+    targets = native.library("cuda").ffi_targets
+    adapter.register_ffi(targets)
+    return True, f"{text}; {gpu.count(os.environ)} GPUs; targets registered: {', '.join(targets)}"
+
+
+def _package_of(plugin: Path) -> str:
+    """The package that brought a plugin, with its version, or the file's name."""
+    package = "jax-cuda13-pjrt" if "cuda13" in str(plugin) else "jax-cuda12-pjrt"
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return plugin.name
 
 
 def _torch_cuda() -> Finding:
@@ -118,8 +159,8 @@ def _torch_cuda() -> Finding:
     return _try(topic, functools.partial(_in_place, "torch_cuda"))
 
 
-def _in_place(frontend: str) -> tuple[bool, str]:
-    result = probe.run(frontend)
+def _in_place(frontend: str, pjrt_device: str | None = None) -> tuple[bool, str]:
+    result = probe.run(frontend, pjrt_device=pjrt_device)
     pointers = "the pointers stayed" if result.pointers_stay else "THE POINTERS CHANGED"
     text = (
         f"on {result.device}: {pointers} over 3 layers x 3 steps; {len(result.cache_copies)} copies of a cache "

@@ -30,6 +30,7 @@ class Probe:
     """What a front end did with its caches.
 
     largest_error: against the same steps in plain PyTorch or, where that is missing, JAX without jit.
+    targets: the custom calls of the step's program.
     """
 
     frontend: str
@@ -40,6 +41,7 @@ class Probe:
     cache_copies: list[str]
     temp_bytes: int
     programs: int
+    targets: list[str]
 
     @property
     def in_place(self) -> bool:
@@ -47,17 +49,25 @@ class Probe:
         return self.pointers_stay and not self.cache_copies and self.largest_error < 1e-5
 
 
-def run(frontend: str, layers: int = 3, steps: int = 3, blocks: int = 64, timeout: float = 300) -> Probe:
-    """Probe a front end in a process of its own. Raises RuntimeError with its output if that fails."""
+def run(
+    frontend: str,
+    layers: int = 3,
+    steps: int = 3,
+    blocks: int = 64,
+    pjrt_device: str | None = None,
+    timeout: float = 300,
+) -> Probe:
+    """Probe a front end in a process of its own. Raises RuntimeError with its output if that fails.
+
+    pjrt_device: where PyTorch/XLA runs, "CPU" or "CUDA"; by default where PJRT_DEVICE says, else "CPU".
+    """
     with tempfile.TemporaryDirectory(prefix="flashxla-") as dump:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
         command = [sys.executable, "-m", "flashxla.doctor.probe", frontend]
         command += [f"--layers={layers}", f"--steps={steps}", f"--blocks={blocks}", f"--dump={dump}"]
         environment = {**os.environ, "XLA_FLAGS": flags.strip()}
-        if frontend == "jax":
-            environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        elif frontend in FRONTENDS:
-            environment.setdefault("PJRT_DEVICE", "CPU")
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        environment["PJRT_DEVICE"] = pjrt_device or environment.get("PJRT_DEVICE", "CPU")
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -214,6 +224,7 @@ def main() -> None:
         cache_copies=[copy for p in programs for copy in p.copies(at_least=cache_bytes)],
         temp_bytes=max((p.temp_bytes for p in programs), default=0),
         programs=len(programs),
+        targets=programs[0].targets() if programs else [],
     )
     print(json.dumps(dataclasses.asdict(probe)))
 

@@ -7,29 +7,31 @@ output_to_operand_aliasing, and its node in the graph is identified by the whole
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import torch
+from jaxlib import xla_client
 
-from flashxla import jax_calls
-from flashxla.ops.op import Aval, Call
+from flashxla import jax_calls, torch_calls
+from flashxla.ops.op import Aval, Call, Op
+from flashxla.torch_calls import Arguments
 from flashxla.xla import registration
 
 
-def run(call: Call, operands: Sequence[torch.Tensor], donate: bool = False) -> list[torch.Tensor]:
-    """Add a call on XLA tensors to the graph; returns its results.
+def run(op: Op, arguments: Arguments, donate: bool = False) -> list[torch.Tensor]:
+    """Add an operation on XLA tensors to the graph; returns its results.
 
     donate: let the compiled program reuse the buffers of operands that the call updates in place. Only for
         operands whose old value dies with the call, which torch.compile's graphs do not tell XLA by themselves.
     """
     import torch_xla
 
-    registration.register_torch_xla()
-    avals = tuple(Aval(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in operands)
-    computation = _computation(call, avals)
+    call, computation = _program(op, *torch_calls.layouts_and_scalars(op, arguments))
+    operands = [arguments[name] for name, _ in call.operands]
     if donate:
         for _, operand in call.aliases:
             _donate(operands[operand])
@@ -46,17 +48,22 @@ def _donate(tensor: torch.Tensor) -> None:
         torch_xla._XLAC._set_buffer_donation(tensor, True)
 
 
-@functools.cache
-def _computation(call: Call, operands: tuple[Aval, ...]) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _program(op: Op, layouts: torch_calls.Layouts, scalars: tuple[Any, ...]) -> tuple[Call, Any]:
+    """A call and its computation. Raises TypeError and ValueError."""
     import torch_xla
 
-    name = call.native.target
-    hlo = _lower(call, operands)
-    return torch_xla._XLAC._xla_op_computation_from_module_proto(name, hlo)
+    registration.register_torch_xla()
+    call = torch_calls.resolve(op, layouts, scalars)
+    given = {t.name: layout for t, layout in zip(op.tensors, layouts, strict=True)}
+    operands = [given[name] for name, _ in call.operands]
+    avals = tuple(torch_calls.aval(layout) for layout in operands if layout is not None)
+    hlo = _lower(call, avals, registration.torch_xla_platform())
+    return call, torch_xla._XLAC._xla_op_computation_from_module_proto(call.native.target, hlo)
 
 
-def _lower(call: Call, operands: tuple[Aval, ...]) -> bytes:
-    """The HLO module of a call, its operands in reverse.
+def _lower(call: Call, operands: tuple[Aval, ...], platform: str) -> bytes:
+    """The HLO module of a call for a platform, its operands in reverse.
 
     torch_xla numbers a program's parameters by a walk of the graph that visits a node's last input first, and XLA
     matches donated parameters with outputs of their size in order. Reversed, a call's caches are numbered in the
@@ -69,7 +76,29 @@ def _lower(call: Call, operands: tuple[Aval, ...]) -> bytes:
 
     computation.__name__ = call.native.target
     # keep_unused: the computation's parameters are the operands, whatever the call makes of them.
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_device(_device_to_lower_for()), _no_source_locations():
         traced = jax.jit(computation, keep_unused=True).trace(*map(jax_calls.shape_dtype, operands[::-1]))
-        lowered = traced.lower(lowering_platforms=("cpu",))
+        lowered = traced.lower(lowering_platforms=(platform,))
         return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+
+
+@contextlib.contextmanager
+def _no_source_locations() -> Iterator[None]:
+    """torch_xla loses the table of JAX's stack frames, after which XLA warns about each reference into it."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@functools.cache
+def _device_to_lower_for() -> jax.Device:
+    """A CPU device of a client of its own, whatever is lowered for.
+
+    Asking JAX for one would start all its backends, and the one for GPUs takes their memory.
+    """
+    client: Any = xla_client.make_cpu_client()
+    return client.local_devices()[0]

@@ -11,6 +11,9 @@ import functools
 import sys
 
 from flashxla import native
+from flashxla.xla import gpu
+
+_TORCH_XLA_PLATFORMS = {"CPU": "cpu", gpu.DEVICE: "cuda"}
 
 
 @functools.cache
@@ -30,12 +33,33 @@ def register_jax() -> None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=jax_name)
 
 
-@functools.cache
-def register_torch_xla() -> None:
-    """Register with the XLA:CPU runtime inside torch_xla."""
-    from flashxla.xla import torch_xla_runtime
+def torch_xla_platform() -> str:
+    """The platform that PyTorch/XLA runs on: "cpu" or "cuda". Raises RuntimeError for others."""
+    import torch_xla.runtime
 
-    native.library("cpu").register_ffi(torch_xla_runtime.ffi_api(), "Host")
+    device = torch_xla.runtime.device_type()
+    if device not in _TORCH_XLA_PLATFORMS:
+        raise RuntimeError(
+            f"flashxla: PJRT_DEVICE: got {device!r}; accepted: {', '.join(map(repr, _TORCH_XLA_PLATFORMS))}"
+        )
+    return _TORCH_XLA_PLATFORMS[device]
+
+
+def register_torch_xla() -> None:
+    """Register with the XLA runtime of PyTorch/XLA: that inside torch_xla (CPU), or inside the CUDA plugin."""
+    _register_torch_xla(torch_xla_platform())
+
+
+@functools.cache
+def _register_torch_xla(platform: str) -> None:
+    if platform == "cuda":
+        from flashxla.xla import pjrt_adapter
+
+        pjrt_adapter.load().register_ffi(native.library("cuda").ffi_targets)
+    else:
+        from flashxla.xla import torch_xla_runtime
+
+        native.library("cpu").register_ffi(torch_xla_runtime.ffi_api(), "Host")
 
 
 def register_loaded() -> None:

@@ -1,0 +1,231 @@
+// The part of the PJRT C API that the adapter touches, in the layout of versions 0.76 to 0.117.
+//
+// The API's own definition is xla/pjrt/c/pjrt_c_api.h of openxla/xla: a struct only ever grows at
+// its end, and its first field is the size that the caller knows. Each struct here is the longest
+// of those versions. Fields have the API's names; `scripts/pjrt_structs.py` holds the layouts
+// against the definitions of each version.
+#ifndef FLASHXLA_CSRC_PJRT_PJRT_ABI_H_
+#define FLASHXLA_CSRC_PJRT_PJRT_ABI_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flashxla::pjrt {
+
+inline constexpr int kMajor = 0;
+inline constexpr int kOldestMinor = 76;
+inline constexpr int kNewestMinor = 117;
+
+struct Error;
+struct Client;
+struct Device;
+struct Memory;
+struct Buffer;
+struct Event;
+struct Executable;
+struct LoadedExecutable;
+
+struct Extension {
+  size_t struct_size;
+  int32_t type;
+  Extension* next;
+};
+
+struct ApiVersion {
+  size_t struct_size;
+  Extension* extension_start;
+  int32_t major_version;
+  int32_t minor_version;
+};
+
+using Function = Error*(void* args);
+
+// The table of a plugin: this and then its functions, as many as struct_size says.
+struct Api {
+  size_t struct_size;
+  Extension* extension_start;
+  ApiVersion pjrt_api_version;
+};
+
+// Places of functions in the table, which have not changed since version 0.57.
+enum FunctionIndex : size_t {
+  kErrorDestroy = 0,
+  kErrorMessage = 1,
+  kClientPlatformName = 12,
+  kClientBufferFromHostBuffer = 22,
+  kDeviceMemoryStats = 34,
+  kLoadedExecutableExecute = 55,
+  kExecutableDeserializeAndLoad = 56,
+  kBufferDestroy = 58,
+  kBufferReadyEvent = 72,
+  kClientCreateViewOfDeviceBuffer = 93,
+  kExecutableGetCompiledMemoryStats = 96,
+  kNumFunctions,  // that a table must have at least
+};
+
+struct ErrorDestroyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Error* error;
+};
+
+struct ErrorMessageArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  const Error* error;
+  const char* message;
+  size_t message_size;
+};
+
+struct ClientPlatformNameArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
+  const char* platform_name;
+  size_t platform_name_size;
+};
+
+struct ClientBufferFromHostBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
+  const void* data;
+  int32_t type;
+  const int64_t* dims;
+  size_t num_dims;
+  const int64_t* byte_strides;
+  size_t num_byte_strides;
+  int32_t host_buffer_semantics;
+  Device* device;
+  Memory* memory;
+  void* device_layout;
+  Event* done_with_host_buffer;
+  Buffer* buffer;
+};
+
+struct ClientCreateViewOfDeviceBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
+  void* device_buffer_ptr;
+  const int64_t* dims;
+  size_t num_dims;
+  int32_t element_type;
+  void* layout;
+  Device* device;
+  void (*on_delete_callback)(void* device_buffer_ptr, void* user_arg);
+  void* on_delete_callback_arg;
+  intptr_t stream;
+  Buffer* buffer;
+  Memory* memory;
+};
+
+struct BufferDestroyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Buffer* buffer;
+};
+
+struct BufferReadyEventArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Buffer* buffer;
+  Event* event;
+};
+
+// Structs that grew: the comment says since which version a field is there.
+
+struct ExecuteOptions {
+  size_t struct_size;
+  Extension* extension_start;
+  void* send_callbacks;
+  void* recv_callbacks;
+  size_t num_send_ops;
+  size_t num_recv_ops;
+  int32_t launch_id;
+  const int64_t* non_donatable_input_indices;
+  size_t num_non_donatable_input_indices;
+  void* context;
+  const char* call_location;  // 0.76
+  size_t num_tasks;           // 0.78
+  int32_t* task_ids;
+  int64_t* incarnation_ids;
+  void* multi_slice_config;                           // 0.97
+  bool use_major_to_minor_data_layout_for_callbacks;  // 0.108
+  void* hlo_output_callbacks;                         // by 0.113
+  size_t num_hlo_output_callbacks;
+  const void* custom_options;  // 0.116
+  size_t num_custom_options;
+};
+
+struct LoadedExecutableExecuteArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  LoadedExecutable* executable;
+  ExecuteOptions* options;
+  void* argument_lists;
+  size_t num_devices;
+  size_t num_args;
+  void* output_lists;
+  Event** device_complete_events;
+  Device* execute_device;
+};
+
+struct DeviceMemoryStatsArgs {
+  struct Stat {
+    int64_t value;
+    bool is_set;
+  };
+  size_t struct_size;
+  Extension* extension_start;
+  Device* device;
+  int64_t bytes_in_use;
+  Stat stats[10];
+  Stat peak_allocated_bytes;  // by 0.113
+};
+
+struct ExecutableDeserializeAndLoadArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
+  const char* serialized_executable;
+  size_t serialized_executable_size;
+  LoadedExecutable* loaded_executable;
+  const char* overridden_serialized_compile_options;
+  size_t overridden_serialized_compile_options_size;
+  void* load_options;  // 0.111
+};
+
+struct ExecutableGetCompiledMemoryStatsArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Executable* executable;
+  int64_t stats[11];
+  int64_t total_size_in_bytes;  // 0.90
+  int64_t more_stats[3];        // 0.104
+};
+
+// The FFI extension: registers custom call handlers with the runtime that the plugin holds.
+
+inline constexpr int32_t kFfiExtension = 5;
+
+struct FfiRegisterHandlerArgs {
+  size_t struct_size;
+  const char* target_name;
+  size_t target_name_size;
+  void* handler;
+  const char* platform_name;
+  size_t platform_name_size;
+  uint32_t traits;
+};
+
+struct FfiExtension {
+  Extension base;
+  void* type_register;
+  void* user_data_add;
+  Error* (*register_handler)(FfiRegisterHandlerArgs* args);
+};
+
+}  // namespace flashxla::pjrt
+
+#endif  // FLASHXLA_CSRC_PJRT_PJRT_ABI_H_

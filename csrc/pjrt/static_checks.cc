@@ -1,0 +1,28 @@
+// The sizes that the PJRT C API states for its structs (X_STRUCT_SIZE, the end of the last field)
+// in version 0.117.
+#include "pjrt/pjrt_abi.h"
+
+namespace flashxla::pjrt {
+
+#define FLASHXLA_ENDS_AT(type, last, size) \
+  static_assert(offsetof(type, last) + sizeof(type::last) == (size))
+
+FLASHXLA_ENDS_AT(Extension, next, 24);
+FLASHXLA_ENDS_AT(ApiVersion, minor_version, 24);
+static_assert(sizeof(Api) == 40);
+FLASHXLA_ENDS_AT(ErrorDestroyArgs, error, 24);
+FLASHXLA_ENDS_AT(ErrorMessageArgs, message_size, 40);
+FLASHXLA_ENDS_AT(ClientPlatformNameArgs, platform_name_size, 40);
+FLASHXLA_ENDS_AT(ClientBufferFromHostBufferArgs, buffer, 120);
+FLASHXLA_ENDS_AT(ClientCreateViewOfDeviceBufferArgs, memory, 112);
+FLASHXLA_ENDS_AT(BufferDestroyArgs, buffer, 24);
+FLASHXLA_ENDS_AT(BufferReadyEventArgs, event, 32);
+FLASHXLA_ENDS_AT(ExecuteOptions, num_custom_options, 160);
+FLASHXLA_ENDS_AT(LoadedExecutableExecuteArgs, execute_device, 80);
+FLASHXLA_ENDS_AT(ExecutableDeserializeAndLoadArgs, load_options, 72);
+FLASHXLA_ENDS_AT(ExecutableGetCompiledMemoryStatsArgs, more_stats, 144);
+FLASHXLA_ENDS_AT(FfiExtension, register_handler, 48);
+FLASHXLA_ENDS_AT(FfiRegisterHandlerArgs, traits, 52);
+static_assert(offsetof(DeviceMemoryStatsArgs, peak_allocated_bytes) + 9 == 201);
+
+}  // namespace flashxla::pjrt

@@ -1,0 +1,121 @@
+"""PyTorch/XLA on NVIDIA GPUs: choosing them, and the options of the runtime by the names that JAX gives them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DEVICE = "CUDA"  # PJRT_DEVICE
+ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm")
+_MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+_VISIBLE_DEVICES = "JAX_CUDA_VISIBLE_DEVICES"
+
+
+def use_gpu(
+    *,
+    memory_fraction: float | None = None,
+    preallocate: bool | None = None,
+    visible_devices: Sequence[int] | None = None,
+    allocator: str | None = None,
+) -> None:
+    """Run PyTorch/XLA on this machine's NVIDIA GPUs, through JAX's CUDA plugin: PJRT_DEVICE=CUDA as a call.
+
+    Call it before the first XLA device is used. What it sets are environment variables, which processes started
+    from here inherit. An option that is not given keeps what its variable says, else XLA's default.
+
+    Args:
+        memory_fraction: share of the GPU's memory for XLA's allocator (XLA_CLIENT_MEM_FRACTION); XLA's default
+            is 0.75.
+        preallocate: take that memory at once (XLA_PYTHON_CLIENT_PREALLOCATE); XLA's default is True.
+        visible_devices: the GPUs to use, by number (JAX_CUDA_VISIBLE_DEVICES).
+        allocator: "default", "platform", "bfc", "cuda_async" or "vmm" (XLA_PYTHON_CLIENT_ALLOCATOR).
+
+    Raises:
+        RuntimeError: PyTorch/XLA has started already.
+        ValueError: an option's value.
+    """
+    if "torch_xla" in sys.modules and sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized():
+        raise RuntimeError(
+            f"flashxla.use_gpu: PyTorch/XLA runs already, on {os.environ.get('PJRT_DEVICE')}; call use_gpu before "
+            "the first XLA device is used"
+        )
+    variables = {"PJRT_DEVICE": DEVICE}
+    if memory_fraction is not None:
+        # JAX refuses both names at once.
+        name = next((name for name in _MEMORY_FRACTION if name in os.environ), _MEMORY_FRACTION[0])
+        variables[name] = str(memory_fraction)
+    if preallocate is not None:
+        variables[_PREALLOCATE] = "true" if preallocate else "false"
+    if visible_devices is not None:
+        variables[_VISIBLE_DEVICES] = ",".join(map(str, visible_devices))
+    if allocator is not None:
+        variables[_ALLOCATOR] = allocator
+    client_options({**os.environ, **variables})
+    os.environ.update(variables)
+
+
+def client_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The plugin's options for one process that has all its GPUs. Raises ValueError for a value that none takes."""
+    options: dict[str, Any] = {"platform_name": "cuda"}
+    allocator = environment.get(_ALLOCATOR, "default").lower()
+    if allocator not in ALLOCATORS:
+        raise ValueError(
+            f"flashxla: {_ALLOCATOR} (allocator): got {allocator!r}; accepted: {', '.join(ALLOCATORS)}"
+        )
+    options["allocator"] = allocator
+    for name in _MEMORY_FRACTION:
+        if text := environment.get(name):
+            options["memory_fraction"] = _fraction(name, text)
+            break
+    if text := environment.get(_PREALLOCATE):
+        options["preallocate"] = text.lower() not in ("false", "0")
+    if (visible := visible_devices(environment)) is not None:
+        options["visible_devices"] = visible
+    return options
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """The GPUs that JAX_CUDA_VISIBLE_DEVICES names, None for all."""
+    text = environment.get(_VISIBLE_DEVICES, "all")
+    if text == "all":
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"flashxla: {_VISIBLE_DEVICES} (visible_devices): got {text!r}; accepted: numbers such as 0,1, or all"
+        ) from None
+
+
+def count(environment: Mapping[str, str]) -> int:
+    """How many GPUs a CUDA program in this environment sees. Starts no CUDA in this process."""
+    if (visible := visible_devices(environment)) is not None:
+        return len(visible)
+    if (text := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([part for part in text.split(",") if part.strip() not in ("", "-1")])
+    number = ctypes.c_uint()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(number)):
+        return 0
+    nvml.nvmlShutdown()
+    return number.value
+
+
+def _fraction(name: str, text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    # Above 1 is for memory that the driver moves between host and device.
+    if not 0 < fraction < math.inf:
+        raise ValueError(f"flashxla: {name} (memory_fraction): got {text!r}; accepted: a number above 0")
+    return fraction

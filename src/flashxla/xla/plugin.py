@@ -1,0 +1,74 @@
+"""PyTorch/XLA's device plugin for NVIDIA GPUs: the entry point `torch_xla.plugins`, chosen by PJRT_DEVICE=CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch_xla.experimental import plugins
+
+from flashxla.xla import gpu, pjrt_adapter
+
+# Processes share out the tuning of a program's kernels and wait for each other's results, forever if their programs
+# differ, as those of xm.all_gather do: each holds its process's rank.
+_FLAGS_OF_A_GROUP = {"--xla_gpu_shard_autotuning": "false"}
+
+
+class Place(NamedTuple):
+    """A process among those that work together, each with a GPU of its own."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """As torch_xla.launch or torchrun tell it."""
+
+        def number(default: int, *names: str) -> int:
+            return next((int(environment[name]) for name in names if name in environment), default)
+
+        local_rank = number(0, "PJRT_LOCAL_PROCESS_RANK", "LOCAL_RANK")
+        local_size = number(1, "PJRT_LOCAL_PROCESS_COUNT", "LOCAL_WORLD_SIZE")
+        return cls(number(local_rank, "RANK"), number(local_size, "WORLD_SIZE"), local_rank)
+
+
+class CudaPlugin(plugins.DevicePlugin):
+    """JAX's CUDA plugin, behind the adapter that makes it fit."""
+
+    def library_path(self) -> str:
+        """The adapter, which is the plugin that torch_xla loads. Raises PluginError if there is none to adapt."""
+        if self.requires_xla_coordinator():
+            flags = os.environ.get("XLA_FLAGS", "")
+            ours = [f"{name}={value}" for name, value in _FLAGS_OF_A_GROUP.items() if name not in flags]
+            os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
+        return str(pjrt_adapter.load().path)
+
+    def client_create_options(self) -> dict[str, Any]:
+        """The options in the environment; in a group of processes each takes the GPU of its local rank."""
+        options = gpu.client_options(os.environ)
+        place = Place.of(os.environ)
+        if place.size > 1:
+            visible = options.get("visible_devices")
+            if visible and place.local_rank >= len(visible):
+                raise ValueError(
+                    f"flashxla: JAX_CUDA_VISIBLE_DEVICES (visible_devices): got {len(visible)} GPUs; accepted: one "
+                    f"for each process of this host, of which this is number {place.local_rank}"
+                )
+            own = visible[place.local_rank] if visible else place.local_rank
+            options.update(visible_devices=[own], node_id=place.rank, num_nodes=place.size)
+        return options
+
+    def requires_xla_coordinator(self) -> bool:
+        """Several processes find each other through rank 0's coordinator."""
+        return Place.of(os.environ).size > 1
+
+    def physical_chip_count(self) -> int:
+        """How many processes torch_xla.launch starts: one a GPU."""
+        return gpu.count(os.environ)
+
+    def configure_single_process(self) -> None:
+        """One process on one GPU."""
+        first = (gpu.visible_devices(os.environ) or [0])[0]
+        gpu.use_gpu(visible_devices=[first])
