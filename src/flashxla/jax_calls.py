@@ -47,10 +47,7 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The custom call on `operands` (the call's, in its order)."""
     for calls in _observers.get():
         calls.append((call, tuple(map(_aval, operands))))
-    cuda = native.is_installed("cuda")
-    if cuda and call.native is not ATTENTION:
-        return _one_call(call, *operands)
-    return list(_by_platform(call, cuda)(*operands))
+    return list(_by_platform(call, native.is_installed("cuda"))(*operands))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -59,8 +56,15 @@ def _by_platform(call: Call, cuda: bool) -> Any:
 
     inline: it leaves no function of its own in the programs that contain it.
     """
-    on_gpu = functools.partial(_planned_attention if cuda else _missing_library, call)
     default = functools.partial(_one_call, call)
+    if not cuda:
+        on_gpu = functools.partial(_missing_library, call)
+    elif call.native is ATTENTION:
+        on_gpu = functools.partial(_planned_attention, call)
+    elif call.aliases:
+        on_gpu = functools.partial(_fenced_update, call)
+    else:
+        return jax.jit(default, inline=True)
 
     def computation(*operands: jax.Array) -> list[jax.Array]:
         return jax.lax.platform_dependent(*operands, default=default, cuda=on_gpu)
@@ -71,6 +75,19 @@ def _by_platform(call: Call, cuda: bool) -> Any:
 def _one_call(call: Call, *operands: jax.Array) -> list[jax.Array]:
     aliases = {operand: result for result, operand in call.aliases}
     return _ffi_call(call.native.target, call.results, operands, call.ffi_attributes, aliases)
+
+
+def _fenced_update(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    """A call that updates operands in place, out of reach of XLA:GPU's fusion of custom calls with slices.
+
+    Of K and V that are slices of one tensor it makes a cyclic program ("A cycle is detected", XLA of jaxlib 0.11).
+    """
+    fenced = list(operands)
+    updated = [operand for _, operand in call.aliases]
+    values = jax.lax.optimization_barrier([operands[i] for i in updated])
+    for i, value in zip(updated, values, strict=True):
+        fenced[i] = value
+    return jax.lax.optimization_barrier(_one_call(call, *fenced))
 
 
 def _missing_library(call: Call, *operands: jax.Array) -> list[jax.Array]:
