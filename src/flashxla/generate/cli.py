@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=_DTYPES,
         default="auto",
-        help="of weights and cache; auto: float32 on a CPU, where it is fastest, else the checkpoint's",
+        help="of weights and cache; auto: float32 on a CPU, where it is fastest, and with --verify, else the "
+        "checkpoint's",
     )
     parser.add_argument("--verify", action="store_true", help="compare with transformers' eager generation")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is standard output")

@@ -115,6 +115,9 @@ def _check_device(args: argparse.Namespace) -> None:
 def _dtype(args: argparse.Namespace) -> torch.dtype | str:
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
+    if args.verify:
+        # In bfloat16 rounding decides between tokens that are nearly as likely.
+        return torch.float32
     if args.frontend == "torch":
         return "auto" if (args.device or "cpu").startswith("cuda") else torch.float32
     return torch.float32 if xla_is_cpu() else "auto"

@@ -52,8 +52,12 @@ class LazyRunner:
 
     def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
         self._torch_xla = _import_torch_xla()
+        # What PyTorch itself does with float32; XLA's default on a GPU is TF32.
+        # (torch_xla.backends has a function for it, which always warns.)
+        self._torch_xla._XLAC._xla_set_mat_mul_precision("highest")
         device = self._torch_xla.device()
-        self.device = str(device)
+        self._device = device
+        self.device = self._torch_xla._XLAC._xla_get_devices()[0]
         self._model = move(loaded.model, device)
         self._caches = [(k.to(device), v.to(device)) for k, v in new_caches(loaded.layers, limits)]
         self._step: Callable[..., torch.Tensor] = functools.partial(run_step, self._model)
@@ -63,7 +67,7 @@ class LazyRunner:
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Run a step. Returns the logits [S, V] on the CPU, float32."""
-        logits = self._step(inputs.to(self.device), self._caches)
+        logits = self._step(inputs.to(self._device), self._caches)
         # One program holds the whole step, the cache updates with it.
         self._torch_xla.sync()
         return logits.cpu().float()
