@@ -156,17 +156,6 @@ def test_sections(section: str):
     json.dumps(rows, allow_nan=False)
 
 
-def test_step():
-    rows = measured("step", dataclasses.replace(QUICK, peers=False, everything=False), count=1)
-    timed = {row["contender"]: row for row in rows if "us" in row}
-    assert timed["flashxla"]["tokens_per_second"] > 0
-    assert timed["flashxla"]["error"] < 3e-2
-    assert "write + attention by flashxla, 1 layer of the step" in timed
-    assert {row["contender"] for row in rows if "failed" in row} <= {
-        "Pallas paged_attention + donated scatter"
-    }
-
-
 def test_the_steps_model_decodes_like_a_dense_one():
     """Token by token over a paged cache, against all tokens at once with a causal mask."""
     import functools

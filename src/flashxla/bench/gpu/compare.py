@@ -127,8 +127,13 @@ def device_is_lost(settings: Settings) -> bool:
     if not settings.cuda:
         return False
     try:
-        torch.cuda.synchronize()
-        torch.zeros(1, device="cuda").item()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.zeros(1, device="cuda").item()
+        else:
+            import jax.numpy as jnp
+
+            jnp.zeros(1).block_until_ready()
     except RuntimeError:
         return True
     return False

@@ -24,11 +24,26 @@ def device(settings: Settings) -> dict[str, Any]:
             torch_cuda=torch.version.cuda,
             torch_cudnn=torch.backends.cudnn.version(),
         )
+    elif settings.cuda:
+        found.update(_by_jax())
     for name in ("XLA_FLAGS", "FLASHXLA_CHECK"):
         if os.environ.get(name):
             found[name] = os.environ[name]
     found["packages"] = packages()
     return found
+
+
+def _by_jax() -> dict[str, Any]:
+    """What JAX knows of the GPU where PyTorch has no CUDA."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "name": device.device_kind,
+        "capability": getattr(device, "compute_capability", None),
+        "multiprocessors": getattr(device, "core_count", None),
+        "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+    }
 
 
 def packages() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""The section step: a whole decode step of a Llama-3-8B-shaped model in JAX, with donated caches."""
+"""The section step: a whole decode step of a Llama-3-8B-shaped model through each front end of XLA.
+
+In JAX with donated caches, here; in PyTorch/XLA in processes of their own, which `xla_process` starts.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,47 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from flashxla.bench.gpu import batch as batches
-from flashxla.bench.gpu import ceilings, compare, pairs, profile, shapes, timers
+from flashxla.bench.gpu import (
+    compare,
+    pairs,
+    profile,
+    shapes,
+    step_host,
+    step_sizes,
+    timers,
+    xla_frontends,
+    xla_process,
+)
 from flashxla.bench.gpu.compare import Contender, Prepared, Row, Work
 from flashxla.bench.gpu.reference import WrongResult
 from flashxla.bench.gpu.settings import Settings
 
-_TOLERANCE, _PEER_TOLERANCE = 3e-2, 1e-1
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PEER_TOLERANCE = 1e-1
 _KERNELS = "the operations' kernels alone, 1 layer (from PyTorch, a plan each)"
-
-
-def _sizes(settings: Settings) -> tuple[tuple[int, ...], int]:
-    """Batches, keys of a sequence."""
-    return ((1, 3), 40) if settings.quick else ((1, 16, 64), 2048)
-
-
-def _config(settings: Settings) -> Any:
-    from flashxla.bench.gpu.llama import Config
-
-    small = Config(layers=2, hidden=64, heads=(4, 2), dim=32, mlp=96, vocab=128)
-    return small if settings.quick else Config()
 
 
 def cases(section: str, settings: Settings) -> list[str]:
     """A batch each."""
-    batches, keys = _sizes(settings)
-    return [f"batch {count}, {keys} keys" for count in batches]
+    return step_sizes.cases(settings)
 
 
 def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
+    """A step through each front end, and in JAX with each way to do the attention."""
+    yield from _in_jax(case, settings)
+    compare.free_memory(settings)
+    if xla_process.is_installed():
+        for frontend in xla_frontends.FRONTENDS:
+            yield from xla_process.run(frontend, case, settings)
+
+
+def _in_jax(case: str, settings: Settings) -> Iterator[Row]:
     """A step with each way to do the attention, and what the operations cost in it."""
     from flashxla.bench.gpu import step_attention
 
-    counts, keys = _sizes(settings)
-    count = counts[cases(section, settings).index(case)]
+    count, keys = step_sizes.batch_of(case, settings)
     ways = [step_attention.OURS, step_attention.NOTHING]
     if settings.peers:
         ways.append(step_attention.PALLAS)
@@ -58,7 +67,7 @@ def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
     for row in compare.run(case, settings.dtype, found, settings):
         if "us" in row:
             us[row["contender"]] = row["us"]
-            row.update(tokens_per_second=count / row["us"] * 1e6, **steps[row["contender"]].facts)
+            row.update(tokens_per_second=count / row["us"] * 1e6, **steps[row["contender"]].facts())
         yield row
     yield from _derived(case, count, keys, us, settings)
     if settings.profile:
@@ -71,7 +80,7 @@ def _derived(case: str, count: int, keys: int, us: dict[str, float], settings: S
     """A layer's write and attention: in the program, by the difference; and their kernels alone."""
     from flashxla.bench.gpu import step_attention
 
-    config = _config(settings)
+    config = step_sizes.config(settings)
     without = us.get(step_attention.NOTHING.name)
     for name, time_us in us.items():
         if without is not None and name != step_attention.NOTHING.name:
@@ -82,6 +91,8 @@ def _derived(case: str, count: int, keys: int, us: dict[str, float], settings: S
                 "us": (time_us - without) / config.layers,
                 "derived": True,
             }
+    if settings.cuda and not torch.cuda.is_available():
+        return  # PyTorch has no CUDA, only XLA's front ends have
     shape = shapes.Shape(
         case, shapes.newest(*[keys] * count), heads=config.heads, dim=config.dim, dtype=settings.dtype
     )
@@ -99,17 +110,12 @@ class _Step:
 
     def __init__(self, way: Any, count: int, keys: int, settings: Settings) -> None:
         self._way, self._count, self._keys, self._settings = way, count, keys, settings
-        self._config = _config(settings)
-        self.facts: Row = {}
+        self._config = step_sizes.config(settings)
 
     @property
     def work(self) -> Work:
         """Bytes that must be read: the weights, and the keys and values."""
-        config = self._config
-        numbers = config.weights_read
-        if self._way.reads_cache:
-            numbers += 2 * config.layers * self._count * self._keys * config.widths[1]
-        return Work(numbers * _ITEM_BYTES[self._settings.dtype], "TB/s", ceilings.COPY)
+        return step_sizes.work(self._settings, self._count, self._keys, self._way.reads_cache)
 
     def prepare(self) -> Prepared:
         """Compiles it."""
@@ -134,9 +140,8 @@ class _Step:
         tokens = jnp.zeros(self._count, jnp.int32)
         start = time.perf_counter()
         self._program = program.lower(params, caches, tokens, batch).compile()
-        self.facts["compile_seconds"] = time.perf_counter() - start
-        self.facts["temporary_bytes"] = _temporary_bytes(self._program)
-        print(f"  compiled in {self.facts['compile_seconds']:.0f} s", file=sys.stderr, flush=True)
+        self._compile_seconds = time.perf_counter() - start
+        print(f"  compiled in {self._compile_seconds:.0f} s", file=sys.stderr, flush=True)
         self._state = params, caches, tokens, batch
         return Prepared(lambda: error, lambda: timers.ProgramTimer(self.dispatch, 1, seconds=60e-3))
 
@@ -147,6 +152,18 @@ class _Step:
         self._state = params, caches, tokens, batch
         return tokens
 
+    def facts(self) -> Row:
+        """Of the program and of the host. That a step is one program is how it is made."""
+        import jax
+
+        return {
+            "compile_seconds": self._compile_seconds,
+            "temporary_bytes": _temporary_bytes(self._program),
+            "compiled_programs": 1,
+            "programs_per_step": 1.0,
+            **step_host.measure(self.dispatch, jax.block_until_ready),
+        }
+
 
 @functools.cache
 def _error(way: Any, settings: Settings) -> float:
@@ -155,7 +172,7 @@ def _error(way: Any, settings: Settings) -> float:
 
     right, got = (_logits(one, settings) for one in (step_attention.GATHER, way))
     error = float(((got - right) ** 2).sum() ** 0.5 / (right**2).sum() ** 0.5)
-    if not error <= (_TOLERANCE if way is step_attention.OURS else _PEER_TOLERANCE):
+    if not error <= (step_sizes.TOLERANCE if way is step_attention.OURS else _PEER_TOLERANCE):
         raise WrongResult(f"wrong result: relative error {error:.2g} of the logits of one layer")
     return error
 
@@ -167,8 +184,8 @@ def _logits(way: Any, settings: Settings) -> Any:
 
     from flashxla.bench.gpu import llama, step_attention
 
-    counts, keys = _sizes(settings)
-    config = dataclasses.replace(_config(settings), layers=1, vocab=512)
+    counts, keys = step_sizes.batches(settings)
+    config = dataclasses.replace(step_sizes.config(settings), layers=1, vocab=512)
     batch = step_attention.batch(counts[1], keys)
     caches = [way.cache(config, batch["tables"].size, settings.dtype)]
     tokens = jnp.arange(counts[1], dtype=jnp.int32)

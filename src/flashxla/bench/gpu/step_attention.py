@@ -103,7 +103,7 @@ def _nothing(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Arra
     return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), cache
 
 
-OURS = Way("flashxla", _ours, _pages_first)
+OURS = Way("flashxla in JAX", _ours, _pages_first)
 NOTHING = Way("without attention and write", _nothing, lambda *_: (), reads_cache=False)
 PALLAS = Way("Pallas paged_attention + donated scatter", _pallas, _heads_first)
 GATHER = Way("jax.numpy: donated scatter, gather, softmax", _gather, _pages_first)

@@ -140,22 +140,31 @@ def _between_events(run: Callable[[], Any], times: int) -> float:
 
 
 class ProgramTimer:
-    """A jitted JAX program of several calls, dispatched again and again; the host waits at the end only.
+    """A program of several calls, dispatched again and again; the host waits at the end only.
 
     run: dispatches it once on the results of the last time, and returns what to wait for.
+    wait: JAX's if left out.
     """
 
-    def __init__(self, run: Callable[[], Any], calls: int, seconds: float = 20e-3) -> None:
-        import jax
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        calls: int,
+        seconds: float = 20e-3,
+        wait: Callable[[Any], Any] | None = None,
+        program: str = "jitted program",
+    ) -> None:
+        if wait is None:
+            import jax
 
-        self._wait = jax.block_until_ready
-        self._run, self._calls = run, calls
+            wait = jax.block_until_ready
+        self._run, self._calls, self._wait = run, calls, wait
         self._wait(run())
         start = time.perf_counter()
         self._wait(run())
         self._dispatches = max(2, min(200, math.ceil(seconds / (time.perf_counter() - start))))
         one = "one call" if calls == 1 else f"{calls} chained calls"
-        self.method = f"jitted program of {one}, {self._dispatches} dispatched, wall clock"
+        self.method = f"{program} of {one}, {self._dispatches} dispatched, wall clock"
 
     def sample(self) -> float:
         """Seconds a call."""

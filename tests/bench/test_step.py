@@ -1,0 +1,264 @@
+"""A decode step through each front end of XLA, its timeline, and the GPU's bench where PyTorch has no CUDA."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from flashxla.bench import cli
+from flashxla.bench.gpu import (
+    ceilings,
+    compare,
+    document,
+    facts,
+    profile,
+    sections,
+    step_host,
+    step_sizes,
+    timeline,
+    xla_frontends,
+    xla_llama,
+    xla_process,
+)
+from flashxla.bench.gpu.settings import Settings
+from flashxla.bench.gpu.timeline import Event
+
+QUICK = Settings(device="cpu", quick=True, rounds=1)
+# Of a machine whose PyTorch has no CUDA; JAX's device is this one's.
+ONLY_XLA_HAS_CUDA = dataclasses.replace(QUICK, device="cuda")
+
+
+def test_three_front_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("torch_xla")
+    # One batch: a process of PyTorch/XLA takes long to start.
+    monkeypatch.setattr(sections, "cases", lambda section, settings: step_sizes.cases(settings)[-1:])
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    file = tmp_path / "step.json"
+    words = ["step", "--device", "cpu", "--quick", "--rounds", "1", "--profile", "--json", str(file)]
+    if importlib.util.find_spec("matplotlib"):
+        words += ["--plot", str(tmp_path / "step.svg")]
+    assert cli.run(parser.parse_args(words)) == 0
+
+    content = json.loads(file.read_text())
+    rows = {row["contender"]: row for row in content["results"]["step"]}
+    names = ["flashxla in JAX", *xla_frontends.FRONTENDS]
+    for name in names:
+        row = rows[name]
+        assert row["ours"] and row["us"] > 0 and 0 < row["error"] < 3e-2 and row["of_ceiling"] > 0
+        assert row["host_us"] > 0 and row["host_cpu_us"] > 0 and row["tokens_per_second"] > 0
+        assert row["programs_per_step"] == 1 and row["compiled_programs"] == 1
+        assert math.isclose(row["ours_is_faster"], row["us"] / rows["flashxla in JAX"]["us"])
+        assert "no kernel in the profile" in rows[f"kernels of {name}"]["failed"]  # there is no GPU
+    assert rows["write + attention by flashxla in JAX, 1 layer of the step"]["derived"]
+    printed = capsys.readouterr().out
+    assert "host, us" in printed and "programs a step" in printed
+    if "--plot" in words:
+        assert all(name in (tmp_path / "step.svg").read_text() for name in names)
+
+
+def test_the_torch_model_is_the_jax_model():
+    import jax
+    import jax.numpy as jnp
+
+    from flashxla.bench.gpu import llama, step_attention
+
+    config = llama.Config(layers=2, hidden=64, heads=(4, 2), dim=32, mlp=96, vocab=50)
+    params = llama.init(config, "float32")
+    batch = step_attention.batch(3, 40)
+    pages = batch["tables"].size
+    caches = [step_attention.OURS.cache(config, pages, "float32") for _ in range(config.layers)]
+    tokens = jnp.array([3, 1, 4], jnp.int32)
+    in_torch: Any = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)))
+    expected, expected_caches = jax.jit(functools.partial(llama.step, config, step_attention.OURS.attend))(
+        params, caches, tokens, batch
+    )
+    for attend in (xla_llama.ours, xla_llama.gather):
+        own = in_torch(caches)
+        got = xla_llama.step(config, attend, in_torch(params), own, in_torch(tokens), in_torch(batch))
+        assert (got - in_torch(expected)).abs().max() < 1e-4
+        for cache, right in zip(own, in_torch(expected_caches), strict=True):
+            assert all((a - b).abs().max() < 1e-5 for a, b in zip(cache, right, strict=True))
+
+
+def test_the_torch_models_weights_and_batch():
+    import jax
+
+    from flashxla.bench.gpu import llama, step_attention
+
+    config = step_sizes.config(QUICK)
+    synced: list[None] = []
+    made = xla_llama.init(config, torch.bfloat16, "cpu", lambda: synced.append(None))
+    shapes = jax.tree.map(lambda x: tuple(x.shape), made)
+    assert shapes == jax.tree.map(lambda x: tuple(x.shape), llama.init(config, "bfloat16"))
+    assert len(synced) == config.layers
+    ours, theirs = xla_llama.batch(3, 40), step_attention.batch(3, 40)
+    assert {name: (tuple(x.shape), str(x.dtype)[6:]) for name, x in ours.items()} == {
+        name: (x.shape, str(x.dtype)) for name, x in theirs.items()
+    }
+    assert sorted(ours["tables"].flatten().tolist()) == list(range(ours["tables"].numel()))
+
+
+def test_the_process_of_pytorch_xla_has_the_device():
+    parent = {"PATH": "/bin", "JAX_PLATFORMS": "cuda", "PJRT_DEVICE": "CPU"}
+    found = xla_process.environment(parent, Settings(device="cuda"))
+    assert found == {
+        "PATH": "/bin",
+        "PJRT_DEVICE": "CUDA",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    own = xla_process.environment({**parent, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, QUICK)
+    assert own["PJRT_DEVICE"] == "CPU" and own["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+
+
+def test_a_process_that_dies_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(xla_process.sys, "executable", str(script))
+    begin, row = xla_process.run(xla_frontends.LAZY, "a case", QUICK)
+    assert begin == {"begin": xla_frontends.LAZY} and row["contender"] == xla_frontends.LAZY
+    assert row["failed"] == "the process ended with -9" and row["ours"] and row["case"] == "a case"
+
+    measured = json.dumps({"contender": xla_frontends.LAZY, "us": 1.0})
+    script.write_text(f"#!/bin/sh\necho '{measured}'\nkill -9 $$\n")
+    _, row, lost = xla_process.run(xla_frontends.LAZY, "a case", QUICK)
+    assert row["us"] == 1 and lost["contender"] == f"kernels of {xla_frontends.LAZY}" and not lost["ours"]
+    avoid = dataclasses.replace(QUICK, avoid=(("a case", xla_frontends.LAZY),))
+    assert not list(xla_process.run(xla_frontends.LAZY, "a case", avoid))
+
+
+def test_ceilings_and_facts_without_torchs_cuda():
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has CUDA")
+    found = ceilings.measure(ONLY_XLA_HAS_CUDA)
+    assert all(one["rate"] > 0 and one["method"].startswith("jitted") for one in found.values())
+    assert {name: one["unit"] for name, one in found.items()} == {"copy": "TB/s", "matmul": "TFLOP/s"}
+    assert facts.device(ONLY_XLA_HAS_CUDA)["name"]
+    assert not compare.device_is_lost(ONLY_XLA_HAS_CUDA)
+
+
+def test_host_time_does_not_hold_the_wait():
+    waited: list[Any] = []
+    found = step_host.measure(lambda: 7, waited.append)
+    assert set(waited) == {7} and len(waited) > 1
+    assert 0 <= found["host_us"] < 1000 and 0 <= found["host_cpu_us"] < 1000
+
+
+def steps(count: int, kernels: list[tuple[float, float]], every: float) -> list[Event]:
+    """Kernels (start, end) in microseconds, again after `every`."""
+    return [
+        Event((i * every + start) * 1e3, (i * every + end) * 1e3, f"kernel {n}")
+        for i in range(count)
+        for n, (start, end) in enumerate(kernels)
+    ]
+
+
+def test_timeline():
+    # Busy 0-10, 12-30 (two that overlap), 35-40; the next step begins at 43.
+    found = timeline.of_steps(steps(5, [(0, 10), (12, 25), (20, 30), (35, 40)], 43), 5)
+    assert math.isclose(found.us, 43) and math.isclose(found.busy, 33 / 43) and found.launches == 4
+    assert math.isclose(found.largest_gap_us, 5) and math.isclose(found.gap_between_us, 3)
+    assert math.isclose(found.facts["largest_gap"], 5 / 43)
+
+    waits = timeline.of_steps(steps(5, [(0, 10), (12, 25)], 100), 5)
+    assert math.isclose(waits.largest_gap_us, 75) and math.isclose(waits.gap_between_us, 75)
+    full = timeline.of_steps(steps(4, [(0, 10)], 10), 4)
+    assert full.busy == 1 and full.largest_gap_us == 0 and math.isclose(full.us, 10)
+
+    # What is not in every step is in none.
+    copied = timeline.of_steps([*steps(5, [(0, 10), (12, 20)], 25), Event(500e3, 510e3, "copy")], 5)
+    assert math.isclose(copied.largest_gap_us, 5) and copied.launches == 2
+
+    # A kernel too many: no telling where a step begins.
+    uneven = timeline.of_steps([*steps(5, [(0, 10), (12, 20)], 20), Event(100e3, 110e3, "kernel 0")], 5)
+    assert math.isclose(uneven.us, 22) and math.isclose(uneven.busy, 100 / 110) and uneven.launches == 2.2
+    assert math.isclose(uneven.largest_gap_us, 2)
+
+    longest, other = timeline.kernels(steps(5, [(0, 10), (12, 20)], 20), 5)
+    assert longest == {"name": "kernel 0", "us": 10, "launches": 1} and other["us"] == 8
+
+
+XSPACE = """
+planes {{ name: "/host:CPU" lines {{ name: "python" events {{ metadata_id: 1 duration_ps: 9000000 }} }}
+  event_metadata {{ key: 1 value {{ id: 1 name: "call" }} }} }}
+planes {{ name: "/device:GPU:0"
+  lines {{ name: "XLA Modules" events {{ metadata_id: 1 offset_ps: 0 duration_ps: 99000000 }} }}
+  lines {{ name: "Stream #13(Compute)" timestamp_ns: 1000 {events} }}
+  event_metadata {{ key: 1 value {{ id: 1 name: "gemm" }} }} }}
+"""
+
+
+def test_timeline_of_a_profile(tmp_path: Path):
+    from jax.profiler import ProfileData
+
+    events = " ".join(
+        f"events {{ metadata_id: 1 offset_ps: {i * 5000000} duration_ps: 4000000 }}" for i in range(4)
+    )
+    text = XSPACE.format(events=events)
+    folder = tmp_path / "plugins" / "profile"
+    folder.mkdir(parents=True)
+    (folder / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    found = timeline.read(str(tmp_path))
+    assert [(event.start_ns, event.end_ns, event.name) for event in found[:2]] == [
+        (1000, 5000, "gemm"),
+        (6000, 10000, "gemm"),
+    ]
+    assert len(found) == 4 and math.isclose(timeline.of_steps(found, 4).busy, 0.8)
+    with pytest.raises(RuntimeError, match="wrote no profile"):
+        timeline.read(str(tmp_path / "nothing"))
+
+
+def test_profiles_of_this_jax_can_be_read(monkeypatch: pytest.MonkeyPatch):
+    import jax
+    import jax.numpy as jnp
+
+    program, x = jax.jit(lambda x: (x @ x).sum()), jnp.ones((64, 64))
+    row = profile.row("case", "bfloat16", "it", lambda: program(x), 1)
+    assert "no kernel in the profile; it has" in row["failed"] and "/host:CPU" in row["failed"]
+
+    # The host's threads in place of the GPU's streams.
+    monkeypatch.setattr(timeline, "_DEVICE_PLANE", "/host:CPU")
+    monkeypatch.setattr(timeline, "_STREAM", "")
+    row = profile.row("case", "bfloat16", "it", lambda: program(x), 1)
+    assert "failed" not in row and row["us"] > 0 and row["kernels"]
+    assert 0 <= row["largest_gap"] <= 1 and row["timeline"]["busy"] > 0
+    json.dumps(document.judged([row], {}), allow_nan=False)
+
+
+def test_a_tracer_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch):
+    import contextlib
+
+    @contextlib.contextmanager
+    def broken(folder: str) -> Any:
+        raise RuntimeError("no profiler")
+        yield
+
+    events = steps(8, [(0, 10), (12, 20)], 20)
+    monkeypatch.setattr(timeline, "read", lambda folder: events)
+    row = profile.row(
+        "case", "bfloat16", "it", lambda: 1, 1, lambda x: None, (broken, contextlib.nullcontext)
+    )
+    assert row["launches"] == 2 and math.isclose(row["timeline"]["us"], 20)
+    row = profile.row("case", "bfloat16", "it", lambda: 1, 1, lambda x: None, (broken,))
+    assert row["failed"] == "RuntimeError: RuntimeError: no profiler"
+
+
+def test_pytorch_xla_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not xla_process.is_installed()
