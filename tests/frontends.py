@@ -157,9 +157,9 @@ class LazyFrontend(TorchFrontend):
     name = "lazy"
 
     def start(self) -> None:
-        if self.device == "cuda" and "PJRT_DEVICE" not in os.environ:
-            raise Unavailable(f"{self.name}: set PJRT_DEVICE to the name of a CUDA plugin")
-        super().start()
+        if self.device == "cuda" and os.environ.get("PJRT_DEVICE") != "CUDA":
+            raise Unavailable(f"{self.name}: set PJRT_DEVICE=CUDA")
+        self.torch = importlib.import_module("torch")
         self.torch_xla = importlib.import_module("torch_xla")
 
     def target_device(self) -> Any:
