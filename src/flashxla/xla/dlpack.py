@@ -143,8 +143,8 @@ def _view(
 ) -> torch.Tensor:
     import torch_xla
 
-    visible = gpu.visible_devices(os.environ)
-    ordinal = visible.index(device_id) if visible else device_id
+    own = gpu.devices_of_process(os.environ)
+    ordinal = own.index(device_id) if own else device_id
     places: list[int] = []
 
     def provide(host_address: int) -> None:
@@ -244,8 +244,8 @@ def to_dlpack(tensor: torch.Tensor) -> Any:
         raise TypeError(f"to_dlpack: tensor: got {tensor.dtype}; accepted: {_names(_CODES)}")
     torch_xla._XLAC._xla_sync_multi([tensor], [], wait=True, sync_xla_data=True)
     torch_xla._XLAC._xla_wait_device_ops([])
-    visible = gpu.visible_devices(os.environ)
-    device_id = visible[tensor.device.index] if visible else tensor.device.index
+    own = gpu.devices_of_process(os.environ)
+    device_id = own[tensor.device.index] if own else tensor.device.index
     return _Export(tensor, torch_xla._XLAC._unsafe_buffer_pointer(tensor), device_id)
 
 

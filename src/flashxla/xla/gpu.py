@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 DEVICE = "CUDA"  # PJRT_DEVICE
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm")
@@ -15,6 +15,25 @@ _MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 _VISIBLE_DEVICES = "JAX_CUDA_VISIBLE_DEVICES"
+
+
+class Place(NamedTuple):
+    """A process among those that work together, each with a GPU of its own."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """As torch_xla.launch or torchrun tell it."""
+
+        def number(default: int, *names: str) -> int:
+            return next((int(environment[name]) for name in names if name in environment), default)
+
+        local_rank = number(0, "PJRT_LOCAL_PROCESS_RANK", "LOCAL_RANK")
+        local_size = number(1, "PJRT_LOCAL_PROCESS_COUNT", "LOCAL_WORLD_SIZE")
+        return cls(number(local_rank, "RANK"), number(local_size, "WORLD_SIZE"), local_rank)
 
 
 def use_gpu(
@@ -91,6 +110,22 @@ def visible_devices(environment: Mapping[str, str]) -> list[int] | None:
         raise ValueError(
             f"flashxla: {_VISIBLE_DEVICES} (visible_devices): got {text!r}; accepted: numbers such as 0,1, or all"
         ) from None
+
+
+def devices_of_process(environment: Mapping[str, str]) -> list[int] | None:
+    """CUDA's numbers of a process's GPUs, in the order of its XLA devices; None for all.
+
+    In a group of processes each takes the GPU of its local rank.
+    """
+    visible, place = visible_devices(environment), Place.of(environment)
+    if place.size == 1:
+        return visible
+    if visible and place.local_rank >= len(visible):
+        raise ValueError(
+            f"flashxla: {_VISIBLE_DEVICES} (visible_devices): got {len(visible)} GPUs; accepted: one "
+            f"for each process of this host, of which this is number {place.local_rank}"
+        )
+    return [visible[place.local_rank] if visible else place.local_rank]
 
 
 def count(environment: Mapping[str, str]) -> int:

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_xla.experimental import plugins
 
 from flashxla.xla import gpu, pjrt_adapter
+from flashxla.xla.gpu import Place
 
 # Processes share out the tuning of a program's kernels and wait for each other's results, forever if their programs
 # differ, as those of xm.all_gather do: each holds its process's rank.
 _FLAGS_OF_A_GROUP = {"--xla_gpu_shard_autotuning": "false"}
-
-
-class Place(NamedTuple):
-    """A process among those that work together, each with a GPU of its own."""
-
-    rank: int
-    size: int
-    local_rank: int
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
-        """As torch_xla.launch or torchrun tell it."""
-
-        def number(default: int, *names: str) -> int:
-            return next((int(environment[name]) for name in names if name in environment), default)
-
-        local_rank = number(0, "PJRT_LOCAL_PROCESS_RANK", "LOCAL_RANK")
-        local_size = number(1, "PJRT_LOCAL_PROCESS_COUNT", "LOCAL_WORLD_SIZE")
-        return cls(number(local_rank, "RANK"), number(local_size, "WORLD_SIZE"), local_rank)
 
 
 class CudaPlugin(plugins.DevicePlugin):
@@ -50,14 +31,8 @@ class CudaPlugin(plugins.DevicePlugin):
         options = gpu.client_options(os.environ)
         place = Place.of(os.environ)
         if place.size > 1:
-            visible = options.get("visible_devices")
-            if visible and place.local_rank >= len(visible):
-                raise ValueError(
-                    f"flashxla: JAX_CUDA_VISIBLE_DEVICES (visible_devices): got {len(visible)} GPUs; accepted: one "
-                    f"for each process of this host, of which this is number {place.local_rank}"
-                )
-            own = visible[place.local_rank] if visible else place.local_rank
-            options.update(visible_devices=[own], node_id=place.rank, num_nodes=place.size)
+            own = gpu.devices_of_process(os.environ)
+            options.update(visible_devices=own, node_id=place.rank, num_nodes=place.size)
         return options
 
     def requires_xla_coordinator(self) -> bool:
