@@ -233,25 +233,26 @@ def _folders() -> Iterable[Path]:
     yield Path(sysconfig.get_path("purelib")) / "flashxla" / "lib"
 
 
-def _file_name(platform: str) -> str:
-    return f"libflashxla_{platform}.so"
+def _places(name: str) -> list[Path]:
+    """Where the file of a library may be."""
+    return [folder / f"libflashxla_{name}.so" for folder in _folders()]
 
 
 @functools.cache
 def is_installed(platform: str) -> bool:
     """Whether the library of a platform is there."""
-    return any((folder / _file_name(platform)).exists() for folder in _folders())
+    return any(path.exists() for path in _places(platform))
 
 
 def library_path(name: str) -> Path:
     """The file of a library: of a platform, or "pjrt". Raises ImportError if it is not installed."""
-    tried = []
-    for folder in _folders():
-        if (folder / _file_name(name)).exists():
-            return folder / _file_name(name)
-        tried.append(str(folder))
+    places = _places(name)
+    for path in places:
+        if path.exists():
+            return path
     raise ImportError(
-        f"flashxla: {_file_name(name)} not found in {', '.join(tried)}; {HOW_TO_BUILD.get(name, HOW_TO_BUILD['cpu'])}"
+        f"flashxla: {places[0].name} not found in {', '.join(str(path.parent) for path in places)}; "
+        f"{HOW_TO_BUILD.get(name, HOW_TO_BUILD['cpu'])}"
     )
 
 

@@ -19,7 +19,6 @@ import flashxla.torch as fx
 LAYERS, STEPS = 2, 3
 P, B, HK, HQ, D, S = 64, 16, 4, 8, 64, 3
 HEADS, CACHE = (None, "heads", None), (None, None, "heads", None)
-CACHE_BYTES = P * B * HK * D * 4
 
 
 def attend(key: Any, value: Any, query: Any, keys: Any, values: Any, slots: Any, *meta: Any) -> Any:

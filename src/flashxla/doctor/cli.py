@@ -118,14 +118,16 @@ def _torch_xla() -> Iterator[Finding]:
 
 
 def _torch_xla_cpu() -> tuple[bool, str]:
-    from flashxla.xla import torch_xla_runtime
+    from flashxla.xla import registration, torch_xla_runtime
 
-    api = torch_xla_runtime.ffi_api()
-    native.library("cpu").register_ffi(api, "Host")
-    return True, f"XLA:CPU, FFI API {native.library('cpu').runtime_api_version(api)}; targets registered"
+    registration.register_torch_xla_on("cpu")
+    version = native.library("cpu").runtime_api_version(torch_xla_runtime.ffi_api())
+    return True, f"XLA:CPU, FFI API {version}; targets registered"
 
 
 def _torch_xla_gpu(plugin: Path) -> tuple[bool | None, str]:
+    from flashxla.xla import registration
+
     adapter = pjrt_adapter.load()
     text = f"{_package_of(plugin)}, PJRT API {adapter.api_version} (accepted: {adapter.accepted_versions})"
     if not native.is_installed("cuda"):
@@ -133,9 +135,9 @@ def _torch_xla_gpu(plugin: Path) -> tuple[bool | None, str]:
             None,
             f"{text}; no targets: libflashxla_cuda.so is not installed, {native.HOW_TO_BUILD['cuda']}",
         )
-    targets = native.library("cuda").ffi_targets
-    adapter.register_ffi(targets)
-    return True, f"{text}; {gpu.count(os.environ)} GPUs; targets registered: {', '.join(targets)}"
+    registration.register_torch_xla_on("cuda")
+    targets = ", ".join(native.library("cuda").ffi_targets)
+    return True, f"{text}; {gpu.count(os.environ)} GPUs; targets registered: {targets}"
 
 
 def _package_of(plugin: Path) -> str:

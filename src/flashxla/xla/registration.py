@@ -47,11 +47,12 @@ def torch_xla_platform() -> str:
 
 def register_torch_xla() -> None:
     """Register with the XLA runtime of PyTorch/XLA: that inside torch_xla (CPU), or inside the CUDA plugin."""
-    _register_torch_xla(torch_xla_platform())
+    register_torch_xla_on(torch_xla_platform())
 
 
 @functools.cache
-def _register_torch_xla(platform: str) -> None:
+def register_torch_xla_on(platform: str) -> None:
+    """The same for a platform, "cpu" or "cuda", whichever PyTorch/XLA runs on."""
     if platform == "cuda":
         from flashxla.xla import pjrt_adapter
 

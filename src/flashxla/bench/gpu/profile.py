@@ -43,14 +43,15 @@ def row(
         return {**found, "failed": first_line(error)}
     kernels = timeline.kernels(events, _RUNS)
     steps = timeline.of_steps(events, _RUNS)
+    facts = steps.facts
     found["us"] = sum(kernel["us"] for kernel in kernels) / calls
     found["launches"] = steps.launches / calls
-    found["timeline"] = steps.facts
-    found["largest_gap"] = steps.facts["largest_gap"]
+    found["timeline"] = facts
+    found["largest_gap"] = facts["largest_gap"]
     found["kernels"] = kernels[:_SHOWN]
     print(
         f"    {name}: {steps.us:.0f} us on the device, busy {steps.busy:.0%}, {steps.launches:g} kernels, "
-        f"largest gap {steps.largest_gap_us:.1f} us ({steps.largest_gap_us / steps.us:.1%}), "
+        f"largest gap {steps.largest_gap_us:.1f} us ({facts['largest_gap']:.1%}), "
         f"{steps.gap_between_us:.1f} us before the next",
         file=sys.stderr,
     )
