@@ -45,7 +45,7 @@ def test_works_alone(code: str, needs: str, without: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("module", "without", "message"),
     [
-        ("flashxla.torch", "torch", "flashxla[torch]"),
+        ("flashxla.torch", "torch", "pip install '.[torch]' in a checkout"),
         ("flashxla.jax", "jax", "flashxla.jax needs JAX"),
     ],
 )

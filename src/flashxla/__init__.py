@@ -15,13 +15,14 @@ __version__ = _version("flashxla")
 
 
 def setup_custom_call() -> None:
-    """Register the custom calls with every XLA runtime that is loaded.
+    """Register the custom calls with JAX, and with PyTorch/XLA if it is imported.
 
-    Happens by itself on first use; a second call does nothing.
+    Happens by itself on first use; a second call does nothing. A program that another process made with jax.export
+    needs this call.
     """
     from flashxla.xla import registration
 
-    registration.register_loaded()
+    registration.register_all()
 
 
 __all__ = ["Explanation", "__version__", "explain", "setup_custom_call", "use_gpu"]

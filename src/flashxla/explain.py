@@ -155,11 +155,11 @@ def _torch_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[s
             op = next((op for op in OPS if op.name == name), None)
             if namespace != "flashxla" or op is None:
                 return func(*args, **kwargs or {})
-            arguments = torch_library.bind(op, args, kwargs or {})
-            layouts, scalars = torch_calls.layouts_and_scalars(op, arguments)
-            call = torch_calls.resolve(op, layouts, scalars)
-            device = arguments[op.tensors[0].name].device.type
-            operands = torch_calls.operand_tensors(op, call, layouts)
+            values = torch_library.values_of(op, args)
+            signature = torch_calls.signature(op, values)
+            call = torch_calls.resolve(op, signature)
+            device = values[0].device.type
+            operands = torch_calls.operand_tensors(op, call, signature)
             found.append((call, operands, "cuda" if device == "cuda" else "cpu"))
             raise Stop
 

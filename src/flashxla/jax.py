@@ -7,16 +7,18 @@ donate_argnums, or a loop's carry), the new one is the same buffer and nothing i
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 try:
     import jax
     import jax.numpy as jnp
 except ImportError as error:
-    raise ImportError("flashxla.jax needs JAX: pip install flashxla, which brings it") from error
+    raise ImportError("flashxla.jax needs JAX: pip install jax") from error
 
 from flashxla import jax_calls, ops, setup_custom_call
-from flashxla.ops.op import Aval, Op
+from flashxla.ops import arguments
+from flashxla.ops.op import Aval, Op, Tensor, type_error
 from flashxla.xla import registration
 
 
@@ -112,7 +114,7 @@ def flash_attn_varlen_func(
     q [T, Hq, D]; dense k, v [Tk, Hk, D] with cu_seqlens_k int32 [S+1], or paged caches with block_table int32
     [S, M] and seqused_k int32 [S]. See flashxla.torch.flash_attn_varlen_func.
     """
-    left, right = (-1, -1) if window_size is None else window_size
+    left, right = arguments.window_sides("flash_attn_varlen_func", window_size)
     results = _call(
         ops.FLASH_ATTN_VARLEN,
         q=q,
@@ -164,14 +166,11 @@ def paged_attention(
     query [T, Hq, D]; kv_cache one tensor by layout or a (key_cache, value_cache) pair; context_lens int32 [S]
     counts all keys; block_tables int32 [S, M]. See flashxla.torch.paged_attention.
     """
-    value_cache = None
-    if isinstance(kv_cache, (tuple, list)):
-        kv_cache, value_cache = kv_cache
-        layout = "HND" if layout == "HND" else "NHD"
+    first, second, layout = arguments.cache_tensors("paged_attention", kv_cache, layout)
     (out,) = _call(
         ops.PAGED_ATTENTION,
         query=query,
-        kv_cache=kv_cache,
+        kv_cache=first,
         context_lens=context_lens,
         block_tables=block_tables,
         query_start_loc=query_start_loc,
@@ -181,7 +180,7 @@ def paged_attention(
         soft_cap=soft_cap,
         k_scale=_scale(k_scale),
         v_scale=_scale(v_scale),
-        value_cache=value_cache,
+        value_cache=second,
         layout=layout,
         kv_cache_dtype=kv_cache_dtype,
     )
@@ -199,20 +198,26 @@ def merge_attn_states(
     return out, lse
 
 
-def _call(op: Op, **arguments: Any) -> list[jax.Array]:
+def _call(op: Op, **values: Any) -> list[jax.Array]:
     registration.register_jax()
-    tensors = {t.name: _array(arguments[t.name]) for t in op.tensors}
+    tensors = {t.name: _array(op, t, values) for t in op.tensors}
     avals = {name: None if x is None else Aval(x.shape, str(x.dtype)) for name, x in tensors.items()}
-    call = op.resolve(avals, {s.name: arguments[s.name] for s in op.scalars})
+    call = op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
     return jax_calls.custom_call(call, [jnp.asarray(tensors[name]) for name, _ in call.operands])
 
 
-def _array(x: Any) -> jax.Array | None:
-    return None if x is None else jnp.asarray(x)
+def _array(op: Op, tensor: Tensor, values: dict[str, Any]) -> jax.Array | None:
+    x = values[tensor.name]
+    try:
+        return None if x is None else jnp.asarray(x)
+    except TypeError as error:
+        label = op.label(tensor.name, lambda name: values[name] is not None)
+        got = f"{x!r} ({type(x).__name__})"
+        raise type_error(op.function, label, got, f"an array of {', '.join(tensor.dtypes)}") from error
 
 
-def _scale(scale: jax.Array | float | None) -> jax.Array | None:
-    return jnp.full((1,), scale, jnp.float32) if isinstance(scale, (int, float)) else scale
+def _scale(scale: jax.Array | float | None) -> Any:
+    return jnp.full((1,), float(scale), jnp.float32) if isinstance(scale, numbers.Real) else scale
 
 
 __all__ = [

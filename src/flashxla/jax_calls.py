@@ -56,7 +56,7 @@ def _by_platform(call: Call, cuda: bool) -> Any:
 
     inline: it leaves no function of its own in the programs that contain it.
     """
-    default = functools.partial(_one_call, call)
+    on_cpu = functools.partial(_one_call, call)
     if not cuda:
         on_gpu = functools.partial(_missing_library, call)
     elif call.native is ATTENTION:
@@ -64,10 +64,20 @@ def _by_platform(call: Call, cuda: bool) -> Any:
     elif call.aliases:
         on_gpu = functools.partial(_fenced_update, call)
     else:
-        return jax.jit(default, inline=True)
+        on_gpu = on_cpu
 
+    @jax.custom_jvp
     def computation(*operands: jax.Array) -> list[jax.Array]:
-        return jax.lax.platform_dependent(*operands, default=default, cuda=on_gpu)
+        if on_gpu is on_cpu:
+            return on_cpu(*operands)
+        return jax.lax.platform_dependent(*operands, default=on_cpu, cuda=on_gpu)
+
+    @computation.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{call.op.function}: no backward pass: a derivative was asked for; keep the call out of what is "
+            "differentiated, or give it jax.lax.stop_gradient of its arguments"
+        )
 
     return jax.jit(computation, inline=True)
 

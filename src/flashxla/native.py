@@ -28,7 +28,7 @@ HOW_TO_BUILD = {
     "cuda": "build it with 'make cuda', or install a wheel made by 'make wheel CUDA=1'",
 }
 MAX_RANK = 5
-_OK, _INVALID_ARGUMENT = 0, 1
+_OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 # An empty tensor may have no address, yet it is present; as well aligned as one of a framework.
 _ALIGNMENT = 256
 _EMPTY = ctypes.create_string_buffer(2 * _ALIGNMENT)
@@ -160,15 +160,18 @@ class Library:
             setattr(args, name, value)
         return args
 
-    def run(self, native: Native, args: ctypes.Structure, **context: Any) -> str | None:
-        """Run an operation. Returns None, or the message of an invalid argument."""
+    def run(self, native: Native, args: ctypes.Structure, **context: int | None) -> str | None:
+        """Run an operation. Returns None, or the message of an invalid argument.
+
+        context: fields of CContext. Raises MemoryError, and RuntimeError for a failure of the device.
+        """
         status = self._functions[native](args, CContext(check_indices=self.check_indices, **context))
         if status == _OK:
             return None
         message = (self._cdll.flashxla_last_error() or b"").decode()
         if status == _INVALID_ARGUMENT:
             return message
-        raise MemoryError(f"flashxla {native.name}: {message}")
+        raise (MemoryError if status == _OUT_OF_MEMORY else RuntimeError)(f"flashxla: {message}")
 
     def attention_needs(
         self, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float]
@@ -180,8 +183,9 @@ class Library:
         function = self._cdll[f"flashxla_{self.platform}_attention_needs"]
         function.argtypes = (ctypes.POINTER(args_struct(ATTENTION)), ctypes.POINTER(CAttentionNeeds))
         needs = CAttentionNeeds()
-        if function(args, needs) != _OK:
-            raise ValueError((self._cdll.flashxla_last_error() or b"").decode())
+        if status := function(args, needs):
+            message = (self._cdll.flashxla_last_error() or b"").decode()
+            raise (ValueError if status == _INVALID_ARGUMENT else RuntimeError)(message)
         names = (needs.few_queries, needs.many_queries, needs.reason)
         few, many, reason = ((name or b"").decode() for name in names)
         return AttentionNeeds(needs.plan_words, needs.workspace_bytes, needs.engines, few, many, reason)

@@ -6,22 +6,25 @@ B block size, M blocks a sequence. Caches are updated in place on every device.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 try:
     import torch
 except ImportError as error:
+    from flashxla import install
+
     raise ImportError(
-        "flashxla.torch needs PyTorch: pip install 'flashxla[torch]', or 'flashxla[torch-xla]' for PyTorch/XLA"
+        f"flashxla.torch needs PyTorch: {install.command('torch')}, or '.[torch-xla]' for PyTorch/XLA"
     ) from error
 
-from flashxla import setup_custom_call, torch_aliases, torch_library
+from flashxla import ops, setup_custom_call, torch_aliases, torch_calls, torch_library
+from flashxla.ops import arguments
+from flashxla.ops.op import Op
 
 torch_library.register_all()
 torch_aliases.register_all()
-
-_OPS = torch.ops.flashxla
 
 
 def reshape_and_cache_flash(
@@ -53,7 +56,8 @@ def reshape_and_cache_flash(
 
     Semantics of vLLM's reshape_and_cache_flash.
     """
-    _OPS.reshape_and_cache_flash(
+    _call(
+        ops.RESHAPE_AND_CACHE_FLASH,
         key,
         value,
         key_cache,
@@ -88,8 +92,16 @@ def reshape_and_cache(
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
     """
-    _OPS.reshape_and_cache(
-        key, value, kv_cache, slot_mapping, layout, kv_cache_dtype, _scale(k_scale, key), _scale(v_scale, key)
+    _call(
+        ops.RESHAPE_AND_CACHE,
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        layout,
+        kv_cache_dtype,
+        _scale(k_scale, key),
+        _scale(v_scale, key),
     )
 
 
@@ -152,32 +164,33 @@ def flash_attn_varlen_func(
 
     Semantics of flash-attention's flash_attn_varlen_func.
     """
-    left, right = (-1, -1) if window_size is None else window_size
-    out, lse = _OPS.flash_attn_varlen(
+    left, right = arguments.window_sides("flash_attn_varlen_func", window_size)
+    out, lse = _call(
+        ops.FLASH_ATTN_VARLEN,
         q,
         k,
         v,
         cu_seqlens_q,
         max_seqlen_q,
         max_seqlen_k,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_seqs=num_seqs,
-        leftpad_k=leftpad_k,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        return_softmax_lse=return_softmax_lse,
-        layout=layout,
-        kv_cache_dtype=kv_cache_dtype,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        num_seqs,
+        leftpad_k,
+        alibi_slopes,
+        s_aux,
+        q_descale,
+        k_descale,
+        v_descale,
+        softmax_scale,
+        causal,
+        left,
+        right,
+        softcap,
+        return_softmax_lse,
+        layout,
+        kv_cache_dtype,
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -202,8 +215,7 @@ def paged_attention(
 
     Args:
         query: [T, Hq, D]; D <= 256.
-        kv_cache: one tensor by layout (see reshape_and_cache), or a (key_cache, value_cache) pair, for which
-            layout is "NHD" unless it says "HND".
+        kv_cache: one tensor by layout (see reshape_and_cache), or a (key_cache, value_cache) pair.
         context_lens: int32 [S], all keys of each sequence, the new tokens among them.
         block_tables: int32 [S, M], the pages of each sequence.
         query_start_loc: int32 [S+1], offsets of the sequences in query.
@@ -212,7 +224,7 @@ def paged_attention(
         sliding_window: a query sees this many last keys, itself among them; None is all.
         soft_cap: soft_cap * tanh(score / soft_cap).
         k_scale, v_scale: factors of K and V: a float, or float32 with one element or [Hk].
-        layout: how kv_cache holds K and V.
+        layout: how kv_cache holds K and V. Of a pair "NHD" or "HND"; the default means "NHD" there.
         kv_cache_dtype: "auto", "fp8" = "fp8_e4m3" or "fp8_e5m2" (uint8 caches need it).
 
     Returns:
@@ -223,13 +235,11 @@ def paged_attention(
 
     Semantics of ragged_paged_attention (PyTorch/XLA and JAX on TPUs).
     """
-    value_cache = None
-    if isinstance(kv_cache, (tuple, list)):
-        kv_cache, value_cache = kv_cache
-        layout = "HND" if layout == "HND" else "NHD"
-    return _OPS.paged_attention(
+    first, second, layout = arguments.cache_tensors("paged_attention", kv_cache, layout)
+    return _call(
+        ops.PAGED_ATTENTION,
         query,
-        kv_cache,
+        first,
         context_lens,
         block_tables,
         query_start_loc,
@@ -239,7 +249,7 @@ def paged_attention(
         soft_cap,
         _scale(k_scale, query),
         _scale(v_scale, query),
-        value_cache,
+        second,
         layout,
         kv_cache_dtype,
     )
@@ -257,7 +267,7 @@ def merge_attn_states(
     Returns:
         (out [T, Hq, D], lse [Hq, T]) of the union of the keys.
     """
-    return _OPS.merge_attn_states(out_a, lse_a, out_b, lse_b)
+    return _call(ops.MERGE_ATTN_STATES, out_a, lse_a, out_b, lse_b)
 
 
 def from_dlpack(external: Any) -> torch.Tensor:
@@ -322,8 +332,14 @@ def shard_map(
     return spmd.shard_map(function, mesh, in_specs, out_specs, updated)
 
 
-def _scale(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor | None:
-    if isinstance(scale, (int, float)):
+def _call(op: Op, *args: Any) -> Any:
+    """Call torch.ops.flashxla.<op>. PyTorch's own messages about wrong types would name no function of ours."""
+    return getattr(torch.ops.flashxla, op.name)(*torch_calls.checked(op, args))
+
+
+def _scale(scale: torch.Tensor | float | None, like: torch.Tensor) -> Any:
+    """A number as a tensor; anything else as it is, for `_call` to look at."""
+    if isinstance(scale, numbers.Real) and isinstance(like, torch.Tensor):
         return torch.full((1,), float(scale), dtype=torch.float32, device=like.device)
     return scale
 

@@ -16,14 +16,14 @@ def register_all() -> None:
     """Register the aliases."""
     _XLA.define(
         "flash_attn_varlen_op(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, "
-        "int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal=False, int window_left=-1, "
-        "int window_right=-1, float softcap=0.0, Tensor? seqused_k=None, Tensor? block_table=None) "
+        "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool is_causal=False, SymInt window_left=-1, "
+        "SymInt window_right=-1, float softcap=0.0, Tensor? seqused_k=None, Tensor? block_table=None) "
         "-> (Tensor, Tensor)"
     )
     _XLA.impl("flash_attn_varlen_op", _flash_attn_varlen_op, "CompositeImplicitAutograd")
     _XLA_GPU.define(
         "paged_attention(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
-        "Tensor query_start_loc, Tensor num_seqs, float scale, int? sliding_window=None, float? soft_cap=None, "
+        "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, float? soft_cap=None, "
         "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
     )
     _XLA_GPU.impl("paged_attention", _paged_attention, "CompositeImplicitAutograd")

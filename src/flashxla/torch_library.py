@@ -1,13 +1,14 @@
 """Registers the declared operations with PyTorch as torch.ops.flashxla.<name>.
 
 From each declaration: the schema with true mutation annotations, the fake kernel, kernels for cpu and cuda
-tensors (the native library through its C ABI) and for XLA tensors (a custom call, flashxla.xla.embed), and for
-an operation that updates its arguments in place a functional twin, from which functionalization builds it.
+tensors (the native library through its C ABI), for XLA tensors (a custom call, flashxla.xla.embed) and for autograd
+(flashxla.torch_autograd), and for an operation that updates its arguments in place a functional twin, from which
+functionalization builds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +18,34 @@ from torch._subclasses.functional_tensor import (
     PythonFunctionalizeAPI,
 )
 
-from flashxla import torch_calls
+from flashxla import torch_autograd, torch_calls
 from flashxla.ops import OPS, Op, Tensor
 
 _LIBRARY = torch.library.Library("flashxla", "DEF")
+_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # the dispatch key of each platform of the native library
+# A length may be a symbol of torch.compile's. Other types have the names that Python gives them.
+_SCHEMA_TYPES: dict[type, str] = {int: "SymInt"}
 
 
 def register_all() -> None:
     """Register every declared operation."""
+    torch_autograd.define(_LIBRARY)
     for op in OPS:
         _register(op)
 
 
 def _register(op: Op) -> None:
     _register_eager(op, op.name)
+    kernels = {platform: _native_kernel(op, platform) for platform in _KEYS}
+    _LIBRARY.impl(op.name, torch_autograd.kernel(op, kernels), "Autograd", with_keyset=True)
     if not op.mutated:
         _LIBRARY.impl(op.name, _xla_kernel(op), "XLA")
         return
     _register_eager(op, f"_{op.name}")
     twin = f"{op.name}_functional"
     _LIBRARY.define(_functional_schema(op, twin))
-    _LIBRARY.impl(twin, _functional_kernel(op, "cpu"), "CPU")
-    _LIBRARY.impl(twin, _functional_kernel(op, "cuda"), "CUDA")
+    for platform, key in _KEYS.items():
+        _LIBRARY.impl(twin, _functional_kernel(op, platform), key)
     _LIBRARY.impl(twin, _xla_kernel(op), "XLA")
     torch.library.register_fake(f"flashxla::{twin}", _functional_fake_kernel(op), lib=_LIBRARY)
     _functionalize(op)
@@ -47,16 +54,14 @@ def _register(op: Op) -> None:
 def _register_eager(op: Op, name: str) -> None:
     """The op for cpu and cuda tensors, and its fake kernel."""
     _LIBRARY.define(_schema(op, name), tags=(torch.Tag.needs_fixed_stride_order,))
-    _LIBRARY.impl(name, _native_kernel(op, "cpu"), "CPU")
-    _LIBRARY.impl(name, _native_kernel(op, "cuda"), "CUDA")
+    for platform, key in _KEYS.items():
+        _LIBRARY.impl(name, _native_kernel(op, platform), key)
     torch.library.register_fake(f"flashxla::{name}", _fake_kernel(op), lib=_LIBRARY)
 
 
-def bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, with the defaults that the dispatcher leaves out."""
-    bound = dict(zip(op.names, (*args, *op.defaults[len(args) :]), strict=True))
-    bound.update(kwargs)
-    return bound
+def values_of(op: Op, args: Sequence[Any]) -> torch_calls.Values:
+    """A call's arguments in the declared order, with the defaults that the dispatcher leaves out."""
+    return (*args, *op.defaults[len(args) :])
 
 
 # Schemas
@@ -81,7 +86,7 @@ def _parameters(op: Op, mutable: bool) -> list[str]:
             kind = f"Tensor({next(letters)}!)" if p.mutated and mutable else "Tensor"
             parameters.append(f"{kind}? {p.name}=None" if p.optional else f"{kind} {p.name}")
             continue
-        kind = p.type.__name__ + ("?" if p.default is None else "")
+        kind = _SCHEMA_TYPES.get(p.type, p.type.__name__) + ("?" if p.default is None else "")
         default = "" if p.required else f"={_literal(p.default)}"
         parameters.append(f"{kind} {p.name}{default}")
     return parameters
@@ -99,51 +104,52 @@ def _returned(results: Sequence[torch.Tensor]) -> Any:
 
 
 def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return _returned(torch_calls.run(op, platform, bind(op, args, kwargs)))
+    def kernel(*args: Any) -> Any:
+        return _returned(torch_calls.run(op, platform, values_of(op, args)))
 
     return kernel
 
 
 def _functional_kernel(op: Op, platform: str) -> Callable[..., Any]:
-    def kernel(*args: Any, donate: bool = False, **kwargs: Any) -> Any:
-        arguments = bind(op, args, kwargs)
-        updates = {t.name: arguments[t.name].clone() for t in op.mutated}
-        torch_calls.run(op, platform, {**arguments, **updates})
-        return _returned(list(updates.values()))
+    updated = [op.names.index(t.name) for t in op.mutated]
+
+    def kernel(*args: Any, donate: bool = False) -> Any:
+        values = list(values_of(op, args))
+        for i in updated:
+            values[i] = values[i].clone()
+        torch_calls.run(op, platform, tuple(values))
+        return _returned([values[i] for i in updated])
 
     return kernel
 
 
 def _fake_kernel(op: Op) -> Callable[..., Any]:
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(op, args, kwargs)
+    def fake(*args: Any) -> Any:
+        values = values_of(op, args)
         # Uncached: symbolic sizes have no hash.
-        call = torch_calls.resolve(op, *torch_calls.layouts_and_scalars(op, arguments))
-        first = arguments[op.tensors[0].name]
-        return None if op.mutated else _returned(torch_calls.empty_results(op, call, first))
+        call = torch_calls.resolve(op, torch_calls.signature(op, values))
+        return None if op.mutated else _returned(torch_calls.empty_results(op, call, values[0]))
 
     return fake
 
 
 def _functional_fake_kernel(op: Op) -> Callable[..., Any]:
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(op, args, kwargs)
-        torch_calls.resolve(op, *torch_calls.layouts_and_scalars(op, arguments))
-        return _returned([torch.empty_like(arguments[t.name]) for t in op.mutated])
+    def fake(*args: Any, donate: bool = False) -> Any:
+        values = values_of(op, args)
+        torch_calls.resolve(op, torch_calls.signature(op, values))
+        return _returned([torch.empty_like(values[op.names.index(t.name)]) for t in op.mutated])
 
     return fake
 
 
 def _xla_kernel(op: Op) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: Any, donate: bool = False) -> Any:
         from flashxla.xla import embed
 
-        arguments = bind(op, args, kwargs)
-        results = embed.run(op, arguments, donate=arguments.get("donate", False))
+        values = values_of(op, args)
+        results = embed.run(op, values, donate=donate)
         missing = max(0, len(op.result_names) - len(results))
-        first = arguments[op.tensors[0].name]
-        return _returned(results + [first.new_empty((0,), dtype=torch.float32) for _ in range(missing)])
+        return _returned(results + [values[0].new_empty((0,), dtype=torch.float32) for _ in range(missing)])
 
     return kernel
 
@@ -162,38 +168,40 @@ def _functionalize(op: Op) -> None:
     """
     twin = getattr(torch.ops.flashxla, f"{op.name}_functional").default
     double = getattr(torch.ops.flashxla, f"_{op.name}").default
+    updated = [op.names.index(t.name) for t in op.mutated]
 
-    def lazy(*args: Any, **kwargs: Any) -> None:
+    def replace(api: Any, tensors: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
+        for tensor, update in zip(tensors, updates, strict=True):
+            api.replace(tensor, update)
+            api.commit_update(tensor)
+            api.sync(tensor)
+
+    def lazy(*args: Any) -> None:
         api: Any = CppFunctionalizeAPI()
-        arguments = bind(op, args, kwargs)
-        inner = {name: _unwrapped(value) for name, value in arguments.items()}
+        values = values_of(op, args)
+        inner = [_unwrapped(value) for value in values]
         with api.redispatch_to_next():
-            new = _tuple(twin(*(inner[name] for name in op.names)))
-            for tensor, update in zip(op.mutated, new, strict=True):
+            new = _tuple(twin(*inner))
+            for i, update in zip(updated, new, strict=True):
                 # Tells torch_xla that the update takes the old value's place, which lets it donate the buffer.
-                torch.ops.aten._propagate_xla_data(inner[tensor.name], update)
-        for tensor, update in zip(op.mutated, new, strict=True):
-            api.replace(arguments[tensor.name], update)
-            api.commit_update(arguments[tensor.name])
-            api.sync(arguments[tensor.name])
+                torch.ops.aten._propagate_xla_data(inner[i], update)
+        caches = [values[i] for i in updated]
+        replace(api, caches, new)
+        torch_calls.mark_updated(caches)
 
     _LIBRARY.impl(op.name, lazy, "Functionalize")
     overload = getattr(torch.ops.flashxla, op.name).default
 
-    def traced(mode: FunctionalTensorMode, *args: Any, **kwargs: Any) -> None:
-        arguments = bind(op, args, kwargs)
-        caches = [arguments[t.name] for t in op.mutated]
+    def traced(mode: FunctionalTensorMode, *args: Any) -> None:
+        values = values_of(op, args)
+        caches = [values[i] for i in updated]
         # Inductor of PyTorch 2.9 reads out of bounds when it copies a view that starts behind its storage's start,
         # which it does for a mutated argument that shares its storage: such views take the twin.
         if caches[0].device.type != "xla" and all(cache.storage_offset() == 0 for cache in caches):
             with mode:
-                return double(*args, **kwargs)
+                return double(*args)
         api: Any = PythonFunctionalizeAPI(mode)
-        new = _tuple(twin(*api.unwrap_tensors(args), **api.unwrap_tensors(kwargs), donate=True))
-        for tensor, update in zip(op.mutated, new, strict=True):
-            api.replace(arguments[tensor.name], update)
-            api.commit_update(arguments[tensor.name])
-            api.sync(arguments[tensor.name])
+        replace(api, caches, _tuple(twin(*api.unwrap_tensors(args), donate=True)))
         return None
 
     overload.py_impl(FunctionalTensorMode)(traced)

@@ -175,7 +175,7 @@ def test_a_missing_extra_is_named(
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     assert cli.run(parser.parse_args([*words, "--device", "cpu"])) == 2
-    assert f"needs {module}: pip install 'flashxla[{extra}]'" in capsys.readouterr().err
+    assert f"needs {module}: pip install '.[{extra}]' in a checkout" in capsys.readouterr().err
 
 
 def test_peak_memory_sees_an_allocation():

@@ -60,15 +60,17 @@ RAGGED = {
     "num_seqs": t(1, dtype=I32),
     "scale": 0.25,
 }
+PAIR = RAGGED | {"kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 16))}
 MERGE = {"out_a": t(5, 4, 16), "lse_a": t(4, 5), "out_b": t(5, 4, 16), "lse_b": t(4, 5)}
 
 CALLS = {
-    "write": ("reshape_and_cache_flash", "reshape_and_cache_flash", WRITE),
-    "write_one": ("reshape_and_cache", "reshape_and_cache", WRITE_ONE),
-    "dense": ("flash_attn_varlen_func", "flash_attn_varlen", DENSE),
-    "paged": ("flash_attn_varlen_func", "flash_attn_varlen", PAGED),
-    "ragged": ("paged_attention", "paged_attention", RAGGED),
-    "merge": ("merge_attn_states", "merge_attn_states", MERGE),
+    "write": ("reshape_and_cache_flash", WRITE),
+    "write_one": ("reshape_and_cache", WRITE_ONE),
+    "dense": ("flash_attn_varlen_func", DENSE),
+    "paged": ("flash_attn_varlen_func", PAGED),
+    "ragged": ("paged_attention", RAGGED),
+    "pair": ("paged_attention", PAIR),
+    "merge": ("merge_attn_states", MERGE),
 }
 BIG = {"q": t(6, 4, 257), "k": t(9, 2, 257), "v": t(9, 2, 257)}
 
@@ -142,6 +144,11 @@ ERRORS = [
     ("dense", {"alibi_slopes": t(2)}, ValueError, "alibi_slopes", "[2]", "[Hq] or [S, Hq]"),
     ("dense", {"s_aux": t(3)}, ValueError, "s_aux", "[3]", "Hq = 4"),
     ("dense", {"k_descale": t(2, 4)}, ValueError, "k_descale", "[2, 4]", "[S, Hk]"),
+    ("dense", {"window_size": (1, 2, 3)}, ValueError, "window_size", "(1, 2, 3)", "a pair (left, right)"),
+    ("dense", {"window_size": ()}, ValueError, "window_size", "()", "a pair (left, right)"),
+    ("dense", {"window_size": 4}, TypeError, "window_size", "4 (int)", "a pair (left, right)"),
+    ("dense", {"window_size": ("4", 0)}, TypeError, "window_left", "'4' (str)", "int"),
+    ("dense", {"window_size": (4, None)}, TypeError, "window_right", "None", "int"),
     ("dense", {"window_size": (-2, 0)}, ValueError, "window_left", "-2", "-1 (unlimited)"),
     ("dense", {"window_size": (0, -3)}, ValueError, "window_right", "-3", "-1 (unlimited)"),
     ("dense", {"softcap": -1.0}, ValueError, "softcap", "-1.0", ">= 0"),
@@ -149,6 +156,15 @@ ERRORS = [
     ("dense", {"softmax_scale": float("inf")}, ValueError, "softmax_scale", "inf", "finite"),
     ("dense", {"max_seqlen_q": -1}, ValueError, "max_seqlen_q", "-1", ">= 0"),
     ("dense", {"max_seqlen_k": -5}, ValueError, "max_seqlen_k", "-5", ">= 0"),
+    ("dense", {"layout": None}, TypeError, "layout", "None (NoneType)", "str"),
+    ("dense", {"causal": None}, TypeError, "causal", "None (NoneType)", "bool"),
+    ("dense", {"max_seqlen_q": 6.0}, TypeError, "max_seqlen_q", "6.0 (float)", "int"),
+    ("dense", {"max_seqlen_k": "9"}, TypeError, "max_seqlen_k", "'9' (str)", "int"),
+    ("dense", {"softmax_scale": "1"}, TypeError, "softmax_scale", "'1' (str)", "float or None"),
+    ("dense", {"q": None}, TypeError, "q", "None", "float32, float16, bfloat16"),
+    ("dense", {"q": "text"}, TypeError, "q", "'text' (str)", "float32, float16, bfloat16"),
+    ("dense", {"k": None}, TypeError, "k", "None", "float32, float16, bfloat16"),
+    ("dense", {"cu_seqlens_q": None}, TypeError, "cu_seqlens_q", "None", "int32"),
     ("paged", {"seqused_k": None}, TypeError, "seqused_k", "None", "block_table"),
     ("paged", {"cu_seqlens_k": t(3, dtype=I32)}, ValueError, "cu_seqlens_k", "block_table", "None"),
     ("paged", {"layout": "packed_HND"}, ValueError, "layout", "'packed_HND'", "'NHD', 'HND'"),
@@ -192,6 +208,41 @@ ERRORS = [
         "float16",
         "float32",
     ),
+    ("write", {"layout": None}, TypeError, "layout", "None (NoneType)", "str"),
+    ("write", {"key": None, "k_scale": 0.5}, TypeError, "key", "None", "float32, float16, bfloat16"),
+    ("write_one", {"layout": None}, TypeError, "layout", "None (NoneType)", "str"),
+    ("ragged", {"layout": None}, TypeError, "layout", "None (NoneType)", "str"),
+    ("ragged", {"query": None, "v_scale": 2.0}, TypeError, "query", "None", "float32, float16, bfloat16"),
+    ("ragged", {"kv_cache": None}, TypeError, "kv_cache", "None", "float32, float16, bfloat16"),
+    ("ragged", {"sliding_window": 2.5}, TypeError, "sliding_window", "2.5 (float)", "int or None"),
+    ("pair", {"layout": None}, TypeError, "layout", "None (NoneType)", "str"),
+    ("pair", {"layout": "foo"}, ValueError, "layout", "'foo'", "'NHD', 'HND' with a pair"),
+    ("pair", {"layout": "hnd"}, ValueError, "layout", "'hnd'", "'NHD', 'HND' with a pair"),
+    ("pair", {"layout": "stacked"}, ValueError, "layout", "'stacked'", "'stacked' is for one tensor"),
+    ("pair", {"kv_cache": (t(4, 8, 2, 16),) * 3}, ValueError, "kv_cache", "3 tensors", "a pair (key_cache, "),
+    ("pair", {"kv_cache": (t(4, 8, 2, 16),)}, ValueError, "kv_cache", "1 tensors", "a pair (key_cache, "),
+    ("pair", {"kv_cache": (t(4, 8, 2, 16), None)}, TypeError, "value_cache", "None", "a tensor"),
+    ("pair", {"kv_cache": (None, t(4, 8, 2, 16))}, TypeError, "key_cache", "None", "a tensor"),
+    (
+        "pair",
+        {"kv_cache": (t(4, 8, 2, 8), t(4, 8, 2, 16))},
+        ValueError,
+        "key_cache",
+        "[4, 8, 2, 8]",
+        "D = 16",
+    ),
+    (
+        "pair",
+        {"kv_cache": (t(4, 8, 2, 16), t(5, 8, 2, 16))},
+        ValueError,
+        "value_cache",
+        "[5, 8, 2, 16]",
+        "P = 4 by key_cache",
+    ),
+    ("pair", {"kv_cache": (t(4, 8, 2, 16, dtype=I32),) * 2}, TypeError, "key_cache", "int32", "float32"),
+    ("pair", {"query": t(6, 5, 16)}, ValueError, "query", "5 heads", "2 heads of key_cache"),
+    ("pair", {"query": t(6, 4, 16, dtype=BF16)}, TypeError, "key_cache", "float32", "bfloat16"),
+    ("merge", {"lse_b": None}, TypeError, "lse_b", "None", "float32"),
     ("merge", {"out_b": t(5, 4, 16, dtype=F16)}, TypeError, "out_b", "float16", "float32"),
     ("merge", {"out_b": t(5, 4, 8)}, ValueError, "out_b", "[5, 4, 8]", "D = 16"),
     ("merge", {"lse_a": t(5, 4)}, ValueError, "lse_a", "[5, 4]", "[H, T]"),
@@ -206,11 +257,11 @@ def name_of(row: tuple) -> str:
 
 def check_error(frontend: Frontend, row: tuple, error: type[Exception] | tuple[type[Exception], ...]) -> None:
     call, changes, _, argument, got, accepted = row
-    function, op, valid = CALLS[call]
+    function, valid = CALLS[call]
     with pytest.raises(error) as raised:
         getattr(frontend, function)(**valid | changes)
     message = str(raised.value)
-    start = message.find(f"{op}: {argument}: got ")
+    start = message.find(f"{function}: {argument}: got ")
     assert start >= 0, message
     is_got, _, is_accepted = message[start:].partition("; accepted: ")
     assert got in is_got, message
@@ -240,5 +291,41 @@ def test_error_in_torch_compile(frontend: Frontend, row: tuple) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_valid_call(frontend: Frontend, call: str) -> None:
     """What the table changes is right as it is."""
-    function, _, valid = CALLS[call]
+    function, valid = CALLS[call]
     getattr(frontend, function)(**valid)
+
+
+# NumPy's numbers are numbers: (call, arguments).
+NUMPY_SCALARS = [
+    ("dense", {"max_seqlen_q": np.int32(6), "max_seqlen_k": np.uint8(9), "causal": np.True_}),
+    ("dense", {"softmax_scale": np.float32(0.5), "softcap": np.int64(3), "return_softmax_lse": np.False_}),
+    ("dense", {"window_size": (np.int64(4), np.int16(-1))}),
+    ("dense", {"window_size": np.array([4, 0]).tolist()}),
+    ("ragged", {"scale": np.float16(0.25), "sliding_window": np.int32(3), "soft_cap": np.float64(2.0)}),
+    ("ragged", {"layout": np.str_("interleaved")}),
+    ("pair", {"layout": "interleaved"}),
+]
+
+
+@pytest.mark.frontends("torch", "lazy", "jax", "jax_jit")
+@pytest.mark.parametrize(("call", "scalars"), NUMPY_SCALARS, ids=str)
+def test_numpy_scalars(frontend: Frontend, call: str, scalars: dict[str, Any]) -> None:
+    function, valid = CALLS[call]
+    python = {name: x.item() if isinstance(x, np.generic) else x for name, x in scalars.items()}
+    got = getattr(frontend, function)(**valid | scalars)
+    expected = getattr(frontend, function)(**valid | python)
+    for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, expected)), strict=True):
+        assert x is y is None or np.array_equal(x, y)
+
+
+@pytest.mark.frontends("torch", "jax")
+def test_a_number_for_a_scale_may_be_numpys(frontend: Frontend) -> None:
+    caches = {name: t(4, 8, 2, 16, dtype=U8) for name in ("key_cache", "value_cache")}
+    caches |= {"key": np.ones_like(WRITE["key"]), "kv_cache_dtype": "fp8", "slot_mapping": np.arange(5)}
+    got = frontend.reshape_and_cache_flash(
+        **WRITE | caches | {"k_scale": np.float32(0.5), "v_scale": np.int32(2)}
+    )
+    expected = frontend.reshape_and_cache_flash(**WRITE | caches | {"k_scale": 0.5, "v_scale": 2})
+    for x, y in zip(got, expected, strict=True):
+        assert np.array_equal(x, y)
+    assert got[0].any()

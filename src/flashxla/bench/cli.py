@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+from flashxla import install
+
 TOPICS = ("prefill", "decode", "kv_write")
 STRATEGIES = "strategies"
 GPU_ONLY = ("mixed", "overhead", "step")  # on the cpu with --quick, to see that they run
@@ -123,7 +125,7 @@ def _missing(args: argparse.Namespace) -> str | None:
         needed.append(("torch_xla", "torch-xla"))
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
-            return f"needs {module}: pip install 'flashxla[{extra}]'"
+            return f"needs {module}: {install.command(extra)}"
     if args.device == "cuda":
         if args.name == STRATEGIES:
             return "--device cuda: strategies runs on the cpu only"

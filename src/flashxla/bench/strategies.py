@@ -55,8 +55,8 @@ def _direct(
     from flashxla.xla import embed
 
     op = ops.RESHAPE_AND_CACHE_FLASH
-    arguments = torch_library.bind(op, (key, value, key_cache, value_cache, slots), {})
-    key_cache.data, value_cache.data = embed.run(op, arguments)
+    values = torch_library.values_of(op, (key, value, key_cache, value_cache, slots))
+    key_cache.data, value_cache.data = embed.run(op, values)
 
 
 def _existing(

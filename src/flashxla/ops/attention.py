@@ -78,7 +78,9 @@ def _check_query(inputs: Inputs, query: str, key: str) -> str:
         raise inputs.value_error(query, f"head size {inputs.size('D')}", f"1 to {MAX_HEAD_SIZE}")
     if inputs.size("Hk") < 1 or inputs.size("Hq") % inputs.size("Hk") != 0:
         raise inputs.value_error(
-            query, f"{inputs.size('Hq')} heads", f"a multiple of the {inputs.size('Hk')} heads of {key}"
+            query,
+            f"{inputs.size('Hq')} heads",
+            f"a multiple of the {inputs.size('Hk')} heads of {inputs.label(key)}",
         )
     element = element_dtype(inputs, key)
     q_dtype = inputs[query].dtype
@@ -222,6 +224,7 @@ FLASH_ATTN_VARLEN = Op(
     ),
     _flash_attn_varlen,
     result_names=("out", "softmax_lse"),
+    public_name="flash_attn_varlen_func",
 )
 
 PAGED_ATTENTION = Op(
@@ -229,7 +232,7 @@ PAGED_ATTENTION = Op(
     ATTENTION,
     (
         Tensor("query", "T Hq D", (*FLOATS, *FP8), slot="q"),
-        Tensor("kv_cache", "", CACHE_DTYPES, slot="k"),
+        Tensor("kv_cache", "", CACHE_DTYPES, slot="k", named_beside=("key_cache", "value_cache")),
         Tensor("context_lens", "S", ("int32",), slot="seqused_k"),
         Tensor("block_tables", "S M", ("int32",), slot="block_table"),
         Tensor("query_start_loc", "S+1", ("int32",), slot="cu_seqlens_q"),

@@ -42,7 +42,9 @@ def element_dtype(inputs: Inputs, argument: str) -> str:
     if named == "auto":
         if dtype == "uint8":
             raise inputs.value_error(
-                "kv_cache_dtype", f"'auto' for a uint8 {argument}", f"{', '.join(FP8_FORMATS)} (its format)"
+                "kv_cache_dtype",
+                f"'auto' for a uint8 {inputs.label(argument)}",
+                f"{', '.join(FP8_FORMATS)} (its format)",
             )
         return dtype
     element = FP8_FORMATS[named]
@@ -57,5 +59,7 @@ def check_same_dtype(inputs: Inputs, argument: str, other: str) -> None:
     """Raise unless two tensors have one dtype."""
     if inputs[argument] is not None and inputs[argument].dtype != inputs[other].dtype:
         raise inputs.type_error(
-            argument, f"dtype {inputs[argument].dtype}", f"{inputs[other].dtype}, the dtype of {other}"
+            argument,
+            f"dtype {inputs[argument].dtype}",
+            f"{inputs[other].dtype}, the dtype of {inputs.label(other)}",
         )

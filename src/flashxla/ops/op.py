@@ -10,14 +10,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import numpy as np
 
 from flashxla.ops.shapes import Shape, match
 
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 REQUIRED = object()  # the default of a scalar that a call must name
+
+# What a scalar of each declared type may be given as. NumPy's numbers are registered as numbers, its bool is not.
+_SCALAR_TYPES: dict[type, tuple[type, ...]] = {
+    int: (numbers.Integral,),
+    float: (numbers.Real,),
+    bool: (numbers.Integral, np.bool_),
+    str: (str,),
+}
+
+
+def value_error(function: str, argument: str, got: object, accepted: str) -> ValueError:
+    """A ValueError in the one form that all messages have."""
+    return ValueError(f"{function}: {argument}: got {got}; accepted: {accepted}")
+
+
+def type_error(function: str, argument: str, got: object, accepted: str) -> TypeError:
+    """A TypeError in the one form that all messages have."""
+    return TypeError(f"{function}: {argument}: got {got}; accepted: {accepted}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +91,9 @@ class Native:
 class Tensor:
     """A tensor argument.
 
-    dims: its symbolic shape, alternatives separated by "|", or the key of one that the rule supplies.
+    dims: its symbolic shape, alternatives separated by "|", or "" for one that the rule checks.
     slot: the field of the native struct that it fills.
+    named_beside: (name, argument): what messages call it in a call that has that argument too.
     """
 
     name: str
@@ -80,6 +102,7 @@ class Tensor:
     slot: str
     optional: bool = False
     mutated: bool = False
+    named_beside: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +117,23 @@ class Scalar:
     def required(self) -> bool:
         """Whether a call must name it."""
         return self.default is REQUIRED
+
+    def convert(self, function: str, value: Any) -> Any:
+        """A value given for it as its own type. Raises TypeError, which names `function`."""
+        if type(value) is self.type or (value is None and self.default is None):
+            return value
+        # Symbolic numbers of torch.compile stay: making an int of one would bind the program to its value.
+        if hasattr(value, "node"):
+            return value
+        if not isinstance(value, _SCALAR_TYPES[self.type]):
+            or_none = " or None" if self.default is None else ""
+            raise type_error(
+                function, self.name, f"{value!r} ({type(value).__name__})", f"{self.type.__name__}{or_none}"
+            )
+        return self.type(value)
+
+
+Parameter = Tensor | Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +162,7 @@ class Call:
         """The attributes of the custom call."""
         names = {slot: name for name, slot in self.operands}
         results = self.native.results[: len(self.results)]
-        return self.native.ffi_attributes(self.op.name, names, results, dict(self.attributes))
+        return self.native.ffi_attributes(self.op.function, names, results, dict(self.attributes))
 
 
 class Inputs:
@@ -141,13 +181,17 @@ class Inputs:
         """The size that a symbol of the declared shapes stands for in this call."""
         return self.sizes[symbol][0]
 
+    def label(self, argument: str) -> str:
+        """What the caller calls an argument."""
+        return self.op.label(argument, lambda other: self.tensors[other] is not None)
+
     def value_error(self, argument: str, got: object, accepted: str) -> ValueError:
-        """A ValueError in the one form that all messages have."""
-        return ValueError(f"{self.op.name}: {argument}: got {got}; accepted: {accepted}")
+        """A ValueError about one of the arguments."""
+        return value_error(self.op.function, self.label(argument), got, accepted)
 
     def type_error(self, argument: str, got: object, accepted: str) -> TypeError:
-        """A TypeError in the one form that all messages have."""
-        return TypeError(f"{self.op.name}: {argument}: got {got}; accepted: {accepted}")
+        """A TypeError about one of the arguments."""
+        return type_error(self.op.function, self.label(argument), got, accepted)
 
     def choice(self, argument: str, accepted: tuple[str, ...]) -> str:
         """A string argument that must be one of `accepted`."""
@@ -160,7 +204,7 @@ class Inputs:
         aval = self.tensors[argument]
         if aval is None:
             return
-        problem = match(aval.shape, dims, self.sizes, argument)
+        problem = match(aval.shape, dims, self.sizes, self.label(argument))
         if problem:
             raise self.value_error(argument, f"shape {list(aval.shape)}", problem)
 
@@ -181,13 +225,20 @@ class Op:
     rule: checks what the argument table cannot say and resolves the native attributes and results. It calls
         `Inputs.check_dims` itself for tensors whose dims are "" (they depend on other arguments).
     result_names: what the op returns; empty for an op that only updates its mutated arguments.
+    public_name: the function that users call, where it is not called as the op is.
     """
 
     name: str
     native: Native
-    parameters: tuple[Tensor | Scalar, ...]
+    parameters: tuple[Parameter, ...]
     rule: Callable[[Inputs], Resolution]
     result_names: tuple[str, ...] = ()
+    public_name: str = ""
+
+    @functools.cached_property
+    def function(self) -> str:
+        """The function that users call, which messages name."""
+        return self.public_name or self.name
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -205,6 +256,11 @@ class Op:
         return tuple(p for p in self.parameters if isinstance(p, Tensor))
 
     @functools.cached_property
+    def is_tensor(self) -> tuple[bool, ...]:
+        """Of each argument, whether it is a tensor."""
+        return tuple(isinstance(p, Tensor) for p in self.parameters)
+
+    @functools.cached_property
     def scalars(self) -> tuple[Scalar, ...]:
         """The other arguments, in order."""
         return tuple(p for p in self.parameters if isinstance(p, Scalar))
@@ -213,6 +269,13 @@ class Op:
     def mutated(self) -> tuple[Tensor, ...]:
         """The arguments that the op updates in place."""
         return tuple(t for t in self.tensors if t.mutated)
+
+    def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
+        """What messages call an argument in a call that has the tensors for which `is_given` holds."""
+        for tensor in self.tensors:
+            if tensor.name == argument and tensor.named_beside and is_given(tensor.named_beside[1]):
+                return tensor.named_beside[0]
+        return argument
 
     def user_message(self, message: str) -> str:
         """A native message with the field that it starts with under its name in this op."""
@@ -247,7 +310,7 @@ class Op:
         aval = inputs[tensor.name]
         if aval is None:
             if not tensor.optional:
-                raise inputs.type_error(tensor.name, "None", f"a tensor of {' or '.join(tensor.dtypes)}")
+                raise inputs.type_error(tensor.name, "None", f"a tensor of {', '.join(tensor.dtypes)}")
             return
         if aval.dtype not in tensor.dtypes:
             raise inputs.type_error(tensor.name, f"dtype {aval.dtype}", ", ".join(tensor.dtypes))
@@ -255,11 +318,4 @@ class Op:
             inputs.check_dims(tensor.name, tensor.dims)
 
     def _check_scalar(self, inputs: Inputs, scalar: Scalar) -> None:
-        value = inputs[scalar.name]
-        if value is None and scalar.default is None:
-            return
-        accepted = {int: (int,), float: (int, float), bool: (bool, int), str: (str,)}[scalar.type]
-        # Symbolic numbers of torch.compile are no ints, but become one without loss.
-        if not isinstance(value, accepted) and not hasattr(value, "node"):
-            raise inputs.type_error(scalar.name, f"{value!r} ({type(value).__name__})", scalar.type.__name__)
-        inputs.scalars[scalar.name] = scalar.type(value)
+        inputs.scalars[scalar.name] = scalar.convert(self.function, inputs[scalar.name])

@@ -18,11 +18,11 @@ from jaxlib import xla_client
 
 from flashxla import jax_calls, torch_calls
 from flashxla.ops.op import Aval, Call, Op
-from flashxla.torch_calls import Arguments
+from flashxla.torch_calls import Values
 from flashxla.xla import registration
 
 
-def run(op: Op, arguments: Arguments, donate: bool = False) -> list[torch.Tensor]:
+def run(op: Op, values: Values, donate: bool = False) -> list[torch.Tensor]:
     """Add an operation on XLA tensors to the graph; returns its results.
 
     donate: let the compiled program reuse the buffers of operands that the call updates in place. Only for
@@ -30,8 +30,8 @@ def run(op: Op, arguments: Arguments, donate: bool = False) -> list[torch.Tensor
     """
     import torch_xla
 
-    call, computation = _program(op, *torch_calls.layouts_and_scalars(op, arguments))
-    operands = [arguments[name] for name, _ in call.operands]
+    call, computation = _program(op, torch_calls.signature(op, values))
+    operands = [values[op.names.index(name)] for name, _ in call.operands]
     if donate:
         for _, operand in call.aliases:
             _donate(operands[operand])
@@ -49,13 +49,13 @@ def _donate(tensor: torch.Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(op: Op, layouts: torch_calls.Layouts, scalars: tuple[Any, ...]) -> tuple[Call, Any]:
+def _program(op: Op, signature: torch_calls.Signature) -> tuple[Call, Any]:
     """A call and its computation. Raises TypeError and ValueError."""
     import torch_xla
 
     registration.register_torch_xla()
-    call = torch_calls.resolve(op, layouts, scalars)
-    given = {t.name: layout for t, layout in zip(op.tensors, layouts, strict=True)}
+    call = torch_calls.resolve(op, signature)
+    given = torch_calls.layouts(op, signature)
     operands = [given[name] for name, _ in call.operands]
     avals = tuple(torch_calls.aval(layout) for layout in operands if layout is not None)
     hlo = _lower(call, avals, registration.torch_xla_platform())

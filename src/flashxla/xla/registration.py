@@ -63,9 +63,8 @@ def register_torch_xla_on(platform: str) -> None:
         native.library("cpu").register_ffi(torch_xla_runtime.ffi_api(), "Host")
 
 
-def register_loaded() -> None:
-    """Register with every XLA runtime that this process has loaded."""
-    if "jax" in sys.modules:
-        register_jax()
+def register_all() -> None:
+    """Register with JAX, and with PyTorch/XLA if this process has loaded it."""
+    register_jax()
     if "torch_xla" in sys.modules:
         register_torch_xla()

@@ -1,0 +1,217 @@
+"""No operation has a backward pass yet: whoever asks for a gradient is told so, in every front end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.frontends import (
+    Frontend,
+    JaxFrontend,
+    LazyFrontend,
+    TorchFrontend,
+    Unavailable,
+    has_arrays,
+    map_arrays,
+)
+from tests.ops.test_errors import CALLS
+
+# What is differentiated in each call, and what the call updates.
+SOURCES = {
+    "write": ("key", "value"),
+    "write_one": ("key", "value"),
+    "dense": ("q", "k", "v"),
+    "paged": ("q",),
+    "ragged": ("query",),
+    "pair": ("query",),
+    "merge": ("out_a", "lse_b"),
+}
+UPDATED = {"write": ("key_cache", "value_cache"), "write_one": ("kv_cache",)}
+COMPILED = ("write", "dense")  # inductor compiles for seconds
+
+EAGER = pytest.mark.parametrize("call", CALLS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def xla_comes_first(request: pytest.FixtureRequest) -> None:
+    """PyTorch's autograd knows the devices of its first backward, so XLA's must be there by then."""
+    if {"lazy", "openxla"} & set(request.config.option.frontends.split(",")):
+        with contextlib.suppress(Unavailable):
+            LazyFrontend(request.config.option.device).target_device()
+
+
+class TorchCall:
+    """A call whose sources require grad."""
+
+    def __init__(self, frontend: TorchFrontend, call: str, requires_grad: bool = True) -> None:
+        function, valid = CALLS[call]
+        self.frontend = frontend
+        self.function = getattr(frontend.fx, function)
+        self.tensors = {k: map_arrays(frontend.tensor, v) for k, v in valid.items() if has_arrays(v)}
+        self.scalars = {k: v for k, v in valid.items() if k not in self.tensors}
+        self.sources = [self.tensors[name] for name in SOURCES[call]]
+        self.updated = [self.tensors[name] for name in UPDATED.get(call, ())]
+        for source in self.sources:
+            source.requires_grad_(requires_grad)
+
+    def run(self) -> list[Any]:
+        """Its results, or the tensors that it updated."""
+        result = self.frontend.call(self.function, self.tensors, self.scalars)
+        results = result if isinstance(result, (tuple, list)) else [result]
+        return self.updated or list(results)
+
+
+def assert_no_backward(error: pytest.ExceptionInfo[BaseException], call: str) -> None:
+    assert f"{CALLS[call][0]}: no backward pass" in str(error.value)
+
+
+def check_backward(frontend: TorchFrontend, call: str) -> None:
+    for result in TorchCall(frontend, call).run():
+        assert result.requires_grad
+        with pytest.raises(NotImplementedError) as error:
+            result.sum().backward(retain_graph=True)
+        assert_no_backward(error, call)
+        assert SOURCES[call][0] in str(error.value)
+
+
+def check_forward(frontend: TorchFrontend, call: str) -> None:
+    """With sources that require grad a call computes what it computes without."""
+    got, plain = TorchCall(frontend, call), TorchCall(frontend, call, requires_grad=False)
+    for x, y in zip(got.run(), plain.run(), strict=True):
+        assert not y.requires_grad
+        assert np.array_equal(frontend.array(x), frontend.array(y))
+
+
+@pytest.mark.frontends("torch", "lazy")
+@EAGER
+def test_backward_raises(frontend: TorchFrontend, call: str) -> None:
+    check_backward(frontend, call)
+
+
+@pytest.mark.frontends("openxla", "inductor")
+@pytest.mark.parametrize("call", COMPILED)
+def test_backward_raises_in_torch_compile(frontend: TorchFrontend, call: str) -> None:
+    check_backward(frontend, call)
+
+
+@pytest.mark.frontends("torch", "lazy")
+@EAGER
+def test_forward_needs_no_gradient(frontend: TorchFrontend, call: str) -> None:
+    check_forward(frontend, call)
+
+
+@pytest.mark.frontends("openxla")
+@pytest.mark.parametrize("call", COMPILED)
+def test_forward_needs_no_gradient_in_torch_compile(frontend: TorchFrontend, call: str) -> None:
+    check_forward(frontend, call)
+
+
+@pytest.mark.frontends("torch", "lazy")
+@EAGER
+def test_no_grad(frontend: TorchFrontend, call: str) -> None:
+    with frontend.torch.no_grad():
+        assert not any(result.requires_grad for result in TorchCall(frontend, call).run())
+
+
+@pytest.mark.frontends("torch")
+@EAGER
+def test_inference_mode(frontend: TorchFrontend, call: str) -> None:
+    with frontend.torch.inference_mode():
+        for result in TorchCall(frontend, call).run():
+            assert result.is_inference() and not result.requires_grad
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "jacfwd"])
+@pytest.mark.parametrize("call", ["dense", "pair", "write"])
+def test_function_transforms_raise(frontend: TorchFrontend, call: str, transform: str) -> None:
+    torch = frontend.torch
+    plain = TorchCall(frontend, call, requires_grad=False)
+    name = SOURCES[call][0]
+    x = plain.tensors[name]
+
+    def function(x: Any) -> Any:
+        result = plain.function(**plain.tensors | {name: x}, **plain.scalars)
+        return (x if result is None else result).sum()
+
+    asks: dict[str, Callable[[], Any]] = {
+        "grad": lambda: torch.func.grad(function)(x),
+        "vjp": lambda: torch.func.vjp(function, x),
+        "jacrev": lambda: torch.func.jacrev(function)(x),
+        "jvp": lambda: torch.func.jvp(function, (x,), (x,)),
+        "jacfwd": lambda: torch.func.jacfwd(function)(x),
+    }
+    with pytest.raises(NotImplementedError, match=f"{CALLS[call][0]}: .*no backward pass"):
+        asks[transform]()
+
+
+@pytest.mark.frontends("torch", "lazy")
+@pytest.mark.parametrize("call", UPDATED)
+def test_autograd_sees_an_update(frontend: TorchFrontend, call: str) -> None:
+    """A gradient that needs a cache's old value is refused: the write bumps the version."""
+    plain = TorchCall(frontend, call, requires_grad=False)
+    versions = [tensor._version for tensor in plain.updated]
+    weight = frontend.torch.ones_like(plain.updated[0]).requires_grad_()
+    product = (weight * plain.updated[0]).sum()
+    plain.run()
+    assert [tensor._version for tensor in plain.updated] == [version + 1 for version in versions]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.frontends("torch", "lazy")
+def test_updated_views(frontend: TorchFrontend) -> None:
+    """K and V as views of one tensor."""
+    call = TorchCall(frontend, "write")
+    pool = frontend.torch.zeros(2, 4, 8, 2, 16, device=frontend.target_device())
+    call.tensors |= {"key_cache": pool[0], "value_cache": pool[1]}
+    call.run()
+    assert pool.requires_grad
+    with pytest.raises(NotImplementedError, match="reshape_and_cache_flash: no backward pass"):
+        pool.sum().backward()
+
+
+@pytest.mark.frontends("jax", "jax_jit")
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "linearize", "hessian"])
+@EAGER
+def test_jax_raises(frontend: JaxFrontend, call: str, transform: str) -> None:
+    function, x = jax_function(frontend, call)
+    jax = frontend.jax
+    asks: dict[str, Callable[[], Any]] = {
+        "grad": lambda: jax.grad(function)(x),
+        "vjp": lambda: jax.vjp(function, x),
+        "jvp": lambda: jax.jvp(function, (x,), (x,)),
+        "linearize": lambda: jax.linearize(function, x),
+        "hessian": lambda: jax.hessian(function)(x),
+    }
+    with pytest.raises(NotImplementedError) as error:
+        asks[transform]()
+    assert_no_backward(error, call)
+
+
+@pytest.mark.frontends("jax", "jax_jit")
+@EAGER
+def test_jax_stop_gradient(frontend: JaxFrontend, call: str) -> None:
+    """What is kept out of the derivative is no reason to refuse one."""
+    function, x = jax_function(frontend, call)
+    jax = frontend.jax
+    gradient = jax.grad(lambda x: (2.0 * x).sum() + function(jax.lax.stop_gradient(x)))(x)
+    assert np.array_equal(np.asarray(gradient), np.full(x.shape, 2.0))
+
+
+def jax_function(frontend: Frontend, call: str) -> tuple[Callable[[Any], Any], Any]:
+    """A function of the first source of a call, and where to differentiate it."""
+    assert isinstance(frontend, JaxFrontend)
+    name, valid = CALLS[call]
+    source = SOURCES[call][0]
+
+    def function(x: Any) -> Any:
+        result = getattr(frontend.fx, name)(**valid | {source: x})
+        return (result[0] if isinstance(result, (tuple, list)) else result).sum()
+
+    jitted = frontend.jax.jit(function) if frontend.name == "jax_jit" else function
+    return jitted, frontend.jax.device_put(valid[source], frontend.target)
