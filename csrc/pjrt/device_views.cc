@@ -3,27 +3,12 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "pjrt/dlpack.h"
 #include "pjrt/plugin.h"
 #include "pjrt/plugin_adapter.h"
 
 namespace flashxla::pjrt {
 namespace {
-
-// DLManagedTensor of DLPack, which has not changed since its version 0.2.
-struct ManagedTensor {
-  void* data;
-  int32_t device_type;
-  int32_t device_id;
-  int32_t ndim;
-  uint8_t dtype_code;
-  uint8_t dtype_bits;
-  uint16_t dtype_lanes;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-  void* manager_ctx;
-  void (*deleter)(ManagedTensor* self);
-};
 
 std::mutex mutex;
 

@@ -31,6 +31,12 @@ FLASHXLA_EXPORT void flashxla_pjrt_provide_view(const void* host, void* managed_
 // the tensor stays the caller's.
 FLASHXLA_EXPORT int64_t flashxla_pjrt_withdraw_view(const void* host);
 
+// A Python capsule, as __dlpack__ returns it, of a DLPack tensor (DLManagedTensor) that is
+// `owner`'s, a Python object: the capsule, and then who takes the tensor, hold a reference to the
+// owner. Once the interpreter ends they hold it for good. To be called with the GIL; null with
+// Python's error set.
+FLASHXLA_EXPORT void* flashxla_pjrt_new_capsule(void* managed_tensor, void* owner);
+
 // The table of the plugin for a framework made with version 0.72 to 0.117 of the PJRT C API. Loads
 // the plugin at FLASHXLA_PJRT_PLUGIN if none is loaded; null, with a message on stderr, if that
 // fails.

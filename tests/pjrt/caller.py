@@ -190,6 +190,17 @@ class ManagedTensor(ctypes.Structure):
 
 
 DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_NEW, _USED = b"dltensor", b"used_dltensor"
+
+
+def take(capsule: Any) -> ManagedTensor:
+    """The tensor in a capsule, which is then the caller's to delete."""
+    get, rename = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_SetName
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    rename.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    tensor = ManagedTensor.from_address(get(capsule, _NEW))
+    rename(capsule, _USED)
+    return tensor
 
 
 def size_of(struct: type[Args]) -> int:

@@ -1,4 +1,4 @@
-"""test_plugin_adapter.py with an adapter and a stub built with address and undefined-behaviour sanitizers."""
+"""The tests of the adapter's library, with that and the stub built with address and undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_the_adapter(libraries: Path, tmp_path: Path) -> None:
     # Without the conftest.py of all tests, whose imports take seconds here; the output is not captured, since a
     # sanitizer ends the process.
     plugins = ("--noconftest", "-p", "tests.pjrt.conftest", "-p", "no:cacheprovider")
-    tests = ROOT / "tests/pjrt/test_plugin_adapter.py"
-    done = run_python(libraries, "-m", "pytest", "-s", *plugins, f"--basetemp={tmp_path / 'inner'}", tests)
+    tests = [ROOT / "tests/pjrt" / name for name in ("test_plugin_adapter.py", "test_exported_tensors.py")]
+    done = run_python(libraries, "-m", "pytest", "-s", *plugins, f"--basetemp={tmp_path / 'inner'}", *tests)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
 
