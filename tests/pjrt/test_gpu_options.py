@@ -34,9 +34,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def not_started(environment: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As before the first XLA device, whatever other tests have started in this process."""
+    """As before the first XLA device, whatever other tests have started in this process; with a plugin."""
     runtime = SimpleNamespace(_xla_runtime_is_initialized=lambda: False)
     environment.setitem(sys.modules, "torch_xla", SimpleNamespace(_XLAC=runtime))  # type: ignore[arg-type]
+    environment.setenv(pjrt_adapter.PLUGIN_VARIABLE, __file__)
     return environment
 
 
@@ -128,6 +129,15 @@ def test_use_gpu_refuses_before_it_sets_anything(
     assert dict(os.environ) == before
 
 
+def test_use_gpu_without_a_plugin(not_started: pytest.MonkeyPatch) -> None:
+    """It says so before PyTorch/XLA starts, which aborts the process at the second attempt."""
+    not_started.setenv(pjrt_adapter.PLUGIN_VARIABLE, "/nowhere/some.so")
+    before = dict(os.environ)
+    with pytest.raises(pjrt_adapter.PluginError, match=r"'/nowhere/some\.so', which is no file"):
+        gpu.use_gpu()
+    assert dict(os.environ) == before
+
+
 @pytest.mark.parametrize(
     ("variables", "count"),
     [
@@ -151,6 +161,16 @@ def plugin() -> Any:
     from flashxla.xla import plugin
 
     return plugin
+
+
+@pytest.mark.parametrize("gpus", ["0,1", ""])
+def test_a_process_for_each_gpu(plugin: Any, environment: pytest.MonkeyPatch, gpus: str) -> None:
+    environment.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    if gpus:
+        assert plugin.CudaPlugin().physical_chip_count() == 2
+    else:
+        with pytest.raises(RuntimeError, match=r"^torch_xla\.launch: got .* no GPU; accepted: at least one$"):
+            plugin.CudaPlugin().physical_chip_count()
 
 
 @pytest.mark.parametrize(
@@ -266,7 +286,10 @@ def test_the_plugin_that_is_named_is_missing(no_packages: pytest.MonkeyPatch) ->
 
 
 def test_no_plugin(no_packages: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pjrt_adapter.PluginError, match=r"jax-cuda13-pjrt.*flashxla\[torch-xla,cuda13\]"):
+    expected = (
+        r"jax-cuda13-pjrt.*pip install '\.\[torch-xla,cuda13\]' in a checkout of flashxla \(or cuda12\)"
+    )
+    with pytest.raises(pjrt_adapter.PluginError, match=expected):
         pjrt_adapter.find_plugin()
 
 
@@ -296,9 +319,10 @@ def start(name, then=lambda: None, **variables):
     assert os.waitpid(process, 0)[1] == 0, name
 
 start("cpu", PJRT_DEVICE="CPU", then=lambda: report("late", flashxla.use_gpu))
+start("none", PJRT_DEVICE="CUDA")
+os.environ["FLASHXLA_PJRT_PLUGIN"] = sys.argv[1]
 flashxla.use_gpu()
-start("none")
-start("refused", FLASHXLA_PJRT_PLUGIN=sys.argv[1])
+start("refused")
 """
 
 
@@ -330,7 +354,7 @@ def has_plugin() -> bool:
 @pytest.mark.skipif(has_plugin(), reason="JAX's CUDA plugin is installed")
 def test_torch_xla_without_a_plugin_says_what_to_install(starts: dict[str, str]) -> None:
     assert "jax-cuda13-pjrt or jax-cuda12-pjrt" in starts["none"]
-    assert "pip install 'flashxla[torch-xla,cuda13]'" in starts["none"]
+    assert "pip install '.[torch-xla,cuda13]'" in starts["none"]
 
 
 def test_torch_xla_with_a_plugin_that_is_too_new(starts: dict[str, str]) -> None:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flashxla.xla import pjrt_adapter
+
 DEVICE = "CUDA"  # PJRT_DEVICE
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm")
 _MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -56,7 +58,7 @@ def use_gpu(
         allocator: "default", "platform", "bfc", "cuda_async" or "vmm" (XLA_PYTHON_CLIENT_ALLOCATOR).
 
     Raises:
-        RuntimeError: PyTorch/XLA has started already.
+        RuntimeError: PyTorch/XLA has started already, or JAX's CUDA plugin is not installed.
         ValueError: an option's value.
     """
     if "torch_xla" in sys.modules and sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized():
@@ -76,6 +78,8 @@ def use_gpu(
     if allocator is not None:
         variables[_ALLOCATOR] = allocator
     client_options({**os.environ, **variables})
+    # Before PyTorch/XLA starts: where it has failed to, it aborts the process at the next attempt.
+    pjrt_adapter.find_plugin()
     os.environ.update(variables)
 
 

@@ -12,12 +12,12 @@ import importlib.util
 import os
 from pathlib import Path
 
-from flashxla import native
+from flashxla import install, native
 
 PLUGIN_VARIABLE = "FLASHXLA_PJRT_PLUGIN"
 HOW_TO_INSTALL = (
-    "pip install 'flashxla[torch-xla,cuda13]' (or cuda12), or name the file of the plugin in "
-    f"{PLUGIN_VARIABLE}"
+    f"{install.command('torch-xla', 'cuda13')} (or cuda12), "
+    f"or name the file of the plugin in {PLUGIN_VARIABLE}"
 )
 _PACKAGES = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _FILE = "xla_cuda_plugin.so"

@@ -40,8 +40,13 @@ class CudaPlugin(plugins.DevicePlugin):
         return Place.of(os.environ).size > 1
 
     def physical_chip_count(self) -> int:
-        """How many processes torch_xla.launch starts: one a GPU."""
-        return gpu.count(os.environ)
+        """How many processes torch_xla.launch starts: one a GPU. Raises RuntimeError if there is none."""
+        count = gpu.count(os.environ)
+        if count == 0:
+            raise RuntimeError(
+                "torch_xla.launch: got a machine on which CUDA sees no GPU; accepted: at least one"
+            )
+        return count
 
     def configure_single_process(self) -> None:
         """One process on one GPU."""
