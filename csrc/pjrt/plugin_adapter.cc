@@ -63,7 +63,7 @@ std::string Refusal(const Api& plugin) {
   }
   return "it has version " + Version(version.major_version, version.minor_version) +
          " of the PJRT C API; accepted: " + Accepted() +
-         ", which jax-cuda12-pjrt and jax-cuda13-pjrt 0.7.2 to 0.12 have";
+         ", which jax-cuda12-pjrt and jax-cuda13-pjrt 0.7.2 to 0.12.0.1 have";
 }
 
 void Adapt(std::vector<char>& table) {
