@@ -34,6 +34,10 @@ list(FILTER FLASHXLA_CUDA_SOURCES EXCLUDE REGEX "/thread_pool\\.cc$")
 add_library(flashxla_kernels OBJECT ${FLASHXLA_KERNELS})
 target_include_directories(flashxla_kernels PRIVATE csrc csrc/include)
 target_compile_options(flashxla_kernels PRIVATE --expt-relaxed-constexpr)
+if("90a" IN_LIST FLASHXLA_CUDA_ARCHITECTURES)
+  # What a program that is compiled without a GPU is compiled for.
+  target_compile_definitions(flashxla_kernels PRIVATE FLASHXLA_HAS_HOPPER_CODE)
+endif()
 
 add_library(flashxla_cuda SHARED $<TARGET_OBJECTS:flashxla_kernels> ${FLASHXLA_CUDA_SOURCES})
 flashxla_library(flashxla_cuda)

@@ -349,7 +349,8 @@ def merge_attn_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) ->
 
     a, log_a = part(out_a, lse_a)
     b, log_b = part(out_b, lse_b)
-    lse = np.logaddexp(log_a, log_b)
-    top = np.where(np.isneginf(lse), 0.0, lse)
+    top = np.maximum(log_a, log_b)
+    top = np.where(np.isneginf(top), 0.0, top)
     weight_a, weight_b = (np.exp(log - top).T[:, :, None] for log in (log_a, log_b))
-    return weight_a * a + weight_b * b, lse
+    total = weight_a + weight_b
+    return (weight_a * a + weight_b * b) / np.where(total == 0, 1.0, total), np.logaddexp(log_a, log_b)

@@ -75,5 +75,9 @@ def test_wrong_calls_raise_what_the_call_raises(framework: str) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="operation: got 'attention'; accepted: flash_attn_varlen_func"):
         flashxla.explain("attention", np.zeros(3))
+    with pytest.raises(ValueError, match="operation: got <function .*, which calls no operation"):
+        flashxla.explain(pytest.importorskip("flashxla.jax").setup_custom_call)
+    with pytest.raises(ValueError, match="operation: got <function .*, which calls no operation"):
+        flashxla.explain(pytest.importorskip("flashxla.torch").setup_custom_call)
     with pytest.raises(ValueError, match="platform: got 'tpu'"):
         flashxla.explain("paged_attention", platform="tpu")

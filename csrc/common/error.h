@@ -2,6 +2,9 @@
 #ifndef FLASHXLA_CSRC_COMMON_ERROR_H_
 #define FLASHXLA_CSRC_COMMON_ERROR_H_
 
+#include <exception>
+#include <new>
+
 #include "flashxla/common.h"
 
 namespace flashxla {
@@ -11,6 +14,18 @@ namespace flashxla {
 __attribute__((format(printf, 2, 3)))
 #endif
 flashxla_status SetError(flashxla_status status, const char* format, ...);
+
+// Runs what a function of the C ABI does: no exception may leave it.
+template <typename Body>
+flashxla_status Guarded(const char* op, Body&& body) noexcept {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return SetError(FLASHXLA_OUT_OF_MEMORY, "%s: out of memory", op);
+  } catch (const std::exception& error) {
+    return SetError(FLASHXLA_INTERNAL, "%s: %s", op, error.what());
+  }
+}
 
 }  // namespace flashxla
 

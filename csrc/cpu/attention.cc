@@ -13,6 +13,7 @@
 #include "cpu/attention_engine.h"
 #include "cpu/attention_problem.h"
 #include "cpu/attention_tasks.h"
+#include "cpu/guard.h"
 #include "cpu/parallel.h"
 
 namespace flashxla {
@@ -76,9 +77,5 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
 
 flashxla_status flashxla_cpu_attention(const flashxla_attention_args* args,
                                        const flashxla_context* context) {
-  try {
-    return flashxla::Attend(*args, context);
-  } catch (const std::bad_alloc&) {
-    return flashxla::SetError(FLASHXLA_OUT_OF_MEMORY, "attention: out of memory");
-  }
+  return flashxla::GuardedOnCpu("attention", [&] { return flashxla::Attend(*args, context); });
 }

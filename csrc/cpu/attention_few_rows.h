@@ -38,8 +38,8 @@ constexpr int HalfBlockLane(int lane) {
 
 template <int kBlock, int... kLanes>
 inline Float AddHalfBlocks(Float a, Float b, std::integer_sequence<int, kLanes...>) {
-  return __builtin_shufflevector(a, b, HalfBlockLane<kBlock, 0>(kLanes)...) +
-         __builtin_shufflevector(a, b, HalfBlockLane<kBlock, kBlock / 2>(kLanes)...);
+  return Shuffle<HalfBlockLane<kBlock, 0>(kLanes)...>(a, b) +
+         Shuffle<HalfBlockLane<kBlock, kBlock / 2>(kLanes)...>(a, b);
 }
 
 // Returns the vector of the sums of x[0] to x[kCount - 1]; kBlock lanes of each are summed so far.

@@ -8,6 +8,7 @@
 #include "common/error.h"
 #include "common/slot_mapping.h"
 #include "common/tensor_view.h"
+#include "cpu/guard.h"
 #include "cpu/parallel.h"
 #include "cpu/row_converter.h"
 
@@ -137,5 +138,5 @@ flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_co
 
 flashxla_status flashxla_cpu_kv_cache(const flashxla_kv_cache_args* args,
                                       const flashxla_context* context) {
-  return flashxla::WriteCache(*args, context);
+  return flashxla::GuardedOnCpu("kv_cache", [&] { return flashxla::WriteCache(*args, context); });
 }

@@ -5,8 +5,10 @@
 #include <cmath>
 #include <limits>
 
+#include "common/error.h"
 #include "common/tensor_view.h"
 #include "cpu/dtypes.h"
+#include "cpu/guard.h"
 #include "cpu/parallel.h"
 
 namespace flashxla {
@@ -66,9 +68,11 @@ void MergeTokens(const flashxla_merge_states_args& args, int64_t begin, int64_t 
       float lse = kEmpty, weight_a = 0.0f, weight_b = 0.0f;
       if (lse_a != kEmpty || lse_b != kEmpty) {
         const float top = std::max(lse_a, lse_b);
-        lse = top + std::log(std::exp(lse_a - top) + std::exp(lse_b - top));
-        weight_a = std::exp(lse_a - lse);
-        weight_b = std::exp(lse_b - lse);
+        weight_a = std::exp(lse_a - top), weight_b = std::exp(lse_b - top);
+        const float sum = weight_a + weight_b;
+        lse = top + std::log(sum);
+        // Not exp(lse_a - lse): at a large lse its rounding would be an error of the weights.
+        weight_a /= sum, weight_b /= sum;
       }
       LseAt(args.lse, head, token) = lse;
       MergeRow<Format>(a.at(token, head), a.stride_dim, weight_a, b.at(token, head), b.stride_dim,
@@ -77,20 +81,23 @@ void MergeTokens(const flashxla_merge_states_args& args, int64_t begin, int64_t 
   }
 }
 
+flashxla_status Merge(const flashxla_merge_states_args& args, const flashxla_context* context) {
+  const int64_t num_tokens = args.out.shape[0];
+  const int64_t row_elements = std::max<int64_t>(args.out.shape[1] * args.out.shape[2], 1);
+  const int64_t chunk = std::max<int64_t>(kInlineElements / row_elements, 1);
+  const int64_t num_chunks = (num_tokens + chunk - 1) / chunk;
+  ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t i) {
+    const int64_t begin = i * chunk, end = std::min(begin + chunk, num_tokens);
+    WithFormat(args.out.dtype,
+               [&](auto format) { MergeTokens<decltype(format)>(args, begin, end); });
+  });
+  return FLASHXLA_OK;
+}
+
 }  // namespace
 }  // namespace flashxla
 
 flashxla_status flashxla_cpu_merge_states(const flashxla_merge_states_args* args,
                                           const flashxla_context* context) {
-  using namespace flashxla;
-  const int64_t num_tokens = args->out.shape[0];
-  const int64_t row_elements = std::max<int64_t>(args->out.shape[1] * args->out.shape[2], 1);
-  const int64_t chunk = std::max<int64_t>(kInlineElements / row_elements, 1);
-  const int64_t num_chunks = (num_tokens + chunk - 1) / chunk;
-  ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t i) {
-    const int64_t begin = i * chunk, end = std::min(begin + chunk, num_tokens);
-    WithFormat(args->out.dtype,
-               [&](auto format) { MergeTokens<decltype(format)>(*args, begin, end); });
-  });
-  return FLASHXLA_OK;
+  return flashxla::GuardedOnCpu("merge_states", [&] { return flashxla::Merge(*args, context); });
 }

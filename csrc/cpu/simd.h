@@ -45,6 +45,16 @@ inline Int Lanes() {
   return lanes;
 }
 
+// Lanes of a, then of b, by number.
+template <int... kLanes>
+inline Float Shuffle(Float a, Float b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, kLanes...);
+#else
+  return __builtin_shuffle(a, b, Int{kLanes...});
+#endif
+}
+
 inline Float Load(const float* p) { return *reinterpret_cast<const UnalignedFloat*>(p); }
 inline Int Load(const int32_t* p) { return *reinterpret_cast<const UnalignedInt*>(p); }
 inline void Store(float* p, Float x) { *reinterpret_cast<UnalignedFloat*>(p) = x; }

@@ -1,9 +1,7 @@
 #include <algorithm>
 #include <list>
-#include <new>
 #include <vector>
 
-#include "common/error.h"
 #include "common/index_checks.h"
 #include "common/slot_mapping.h"
 #include "common/tensor_view.h"
@@ -56,7 +54,7 @@ class HostCopies {
     if (status_ == cudaSuccess) status_ = cudaStreamSynchronize(stream_);
     if (status_ == cudaSuccess) return FLASHXLA_OK;
     cudaGetLastError();
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "%s: CUDA: %s", op, cudaGetErrorString(status_));
+    return CudaStatus(op, status_);
   }
 
  private:
@@ -68,7 +66,7 @@ class HostCopies {
 }  // namespace
 
 flashxla_status CheckAttention(const flashxla_attention_args& args,
-                               const flashxla_context* context) try {
+                               const flashxla_context* context) {
   if (!CanCheck(context)) return FLASHXLA_OK;
   HostCopies copies(StreamOf(context));
   flashxla_attention_args host = args;
@@ -88,12 +86,10 @@ flashxla_status CheckAttention(const flashxla_attention_args& args,
   }
   std::vector<Sequence> sequences;
   return ReadSequences(host, num_blocks, block_size, true, &sequences);
-} catch (const std::bad_alloc&) {
-  return SetError(FLASHXLA_OUT_OF_MEMORY, "attention: out of memory");
 }
 
 flashxla_status CheckSlotMapping(const flashxla_tensor& slot_mapping, int64_t num_slots,
-                                 const flashxla_context* context) try {
+                                 const flashxla_context* context) {
   if (!CanCheck(context)) return FLASHXLA_OK;
   HostCopies copies(StreamOf(context));
   const flashxla_tensor host = copies.Add(slot_mapping);
@@ -101,8 +97,6 @@ flashxla_status CheckSlotMapping(const flashxla_tensor& slot_mapping, int64_t nu
     return status;
   }
   return CheckSlots(SlotMapping(host), num_slots);
-} catch (const std::bad_alloc&) {
-  return SetError(FLASHXLA_OUT_OF_MEMORY, "kv_cache: out of memory");
 }
 
 }  // namespace flashxla

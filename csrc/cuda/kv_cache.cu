@@ -307,5 +307,5 @@ flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_co
 
 flashxla_status flashxla_cuda_kv_cache(const flashxla_kv_cache_args* args,
                                        const flashxla_context* context) {
-  return flashxla::WriteCache(*args, context);
+  return flashxla::Guarded("kv_cache", [&] { return flashxla::WriteCache(*args, context); });
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "cuda/image.h"
 #include "flashxla/common.h"
 
 namespace flashxla {
@@ -21,12 +22,21 @@ struct Assumed {
 };
 constexpr Assumed kHopper = {9, 132, 227 * 1024};
 
+// The number of the current device, -1 where there is none.
+inline int CurrentDevice() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) return device;
+  cudaGetLastError();  // a launch will say so
+  return -1;
+}
+
 // Of the current device.
 inline int DeviceAttribute(cudaDeviceAttr attribute, int assumed) {
-  int device = 0, value = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess) {
-    cudaGetLastError();  // a launch will say so
+  int value = 0;
+  const int device = CurrentDevice();
+  if (device < 0) return assumed;
+  if (cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess) {
+    cudaGetLastError();
     return assumed;
   }
   return value;
@@ -36,13 +46,9 @@ inline int NumMultiprocessors() {
   return DeviceAttribute(cudaDevAttrMultiProcessorCount, kHopper.multiprocessors);
 }
 
-inline bool IsHopper() {
-  return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, kHopper.major) == 9;
-}
-
 // Launches a kernel that may start while the one before it on the stream still runs. It must call
 // AwaitPrevious() before it touches memory and on every path (what follows it counts on that), and
-// the one before allows it with AllowNext().
+// the one before allows it with AllowNext(). Code for older GPUs, which cannot wait, starts late.
 template <typename... Parameters, typename... Arguments>
 void LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes,
                  cudaStream_t stream, Arguments&&... arguments) {
@@ -55,7 +61,7 @@ void LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads, int sh
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = DeviceAttribute(cudaDevAttrComputeCapabilityMajor, kHopper.major) >= 9;
+  config.numAttrs = LoadedImage().early_launch;
   cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
@@ -72,14 +78,22 @@ __device__ inline void AllowNext() {
 }
 #endif
 
-// The status of the launches so far.
-inline flashxla_status LaunchStatus(const char* op) {
-  const cudaError_t error = cudaGetLastError();
+// The status that an error of CUDA's becomes.
+inline flashxla_status CudaStatus(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return FLASHXLA_OK;
+  const bool no_code = error == cudaErrorNoKernelImageForDevice ||
+                       error == cudaErrorUnsupportedPtxVersion ||
+                       error == cudaErrorInvalidDeviceFunction;
   return SetError(
-      error == cudaErrorMemoryAllocation ? FLASHXLA_OUT_OF_MEMORY : FLASHXLA_INVALID_ARGUMENT,
-      "%s: CUDA: %s", op, cudaGetErrorString(error));
+      error == cudaErrorMemoryAllocation ? FLASHXLA_OUT_OF_MEMORY : FLASHXLA_DEVICE_ERROR,
+      "%s: CUDA: %s%s", op, cudaGetErrorString(error),
+      no_code ? "; the library was built without code for this GPU: name its compute capability in "
+                "CUDA_ARCHITECTURES"
+              : "");
 }
+
+// The status of the launches so far.
+inline flashxla_status LaunchStatus(const char* op) { return CudaStatus(op, cudaGetLastError()); }
 
 }  // namespace flashxla
 

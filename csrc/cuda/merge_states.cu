@@ -92,9 +92,11 @@ __global__ void __launch_bounds__(kThreads) MergeKernel(const __grid_constant__ 
   float lse = -INFINITY, weight_a = 0.f, weight_b = 0.f;
   if (lse_a != -INFINITY || lse_b != -INFINITY) {
     const float top = lse_a < lse_b ? lse_b : lse_a;
-    lse = top + logf(expf(lse_a - top) + expf(lse_b - top));
-    weight_a = expf(lse_a - lse);
-    weight_b = expf(lse_b - lse);
+    weight_a = expf(lse_a - top), weight_b = expf(lse_b - top);
+    const float sum = weight_a + weight_b;
+    lse = top + logf(sum);
+    // Not exp(lse_a - lse): at a large lse its rounding would be an error of the weights.
+    weight_a /= sum, weight_b /= sum;
   }
   if (in_head == 0) args.lse.at(token, head) = lse;
   if (args.no_dims) return;
@@ -154,24 +156,27 @@ flashxla_status Merge(const flashxla_merge_states_args& args, cudaStream_t strea
   return vectors ? Launch<T, 16 / sizeof(T)>(args, stream) : Launch<T, 1>(args, stream);
 }
 
+flashxla_status MergeAny(const flashxla_merge_states_args& args, const flashxla_context* context) {
+  const flashxla_tensor& out = args.out;
+  if (out.shape[0] == 0 || out.shape[1] == 0) return FLASHXLA_OK;
+  const cudaStream_t stream = StreamOf(context);
+  switch (out.dtype) {
+    case FLASHXLA_F32:
+      return Merge<float>(args, stream);
+    case FLASHXLA_F16:
+      return Merge<__half>(args, stream);
+    case FLASHXLA_BF16:
+      return Merge<__nv_bfloat16>(args, stream);
+    default:
+      return SetError(FLASHXLA_INVALID_ARGUMENT, "merge_states: unsupported dtype %" PRId64,
+                      out.dtype);
+  }
+}
+
 }  // namespace
 }  // namespace flashxla
 
 flashxla_status flashxla_cuda_merge_states(const flashxla_merge_states_args* args,
                                            const flashxla_context* context) {
-  using namespace flashxla;
-  const flashxla_tensor& out = args->out;
-  if (out.shape[0] == 0 || out.shape[1] == 0) return FLASHXLA_OK;
-  const cudaStream_t stream = StreamOf(context);
-  switch (out.dtype) {
-    case FLASHXLA_F32:
-      return Merge<float>(*args, stream);
-    case FLASHXLA_F16:
-      return Merge<__half>(*args, stream);
-    case FLASHXLA_BF16:
-      return Merge<__nv_bfloat16>(*args, stream);
-    default:
-      return SetError(FLASHXLA_INVALID_ARGUMENT, "merge_states: unsupported dtype %" PRId64,
-                      out.dtype);
-  }
+  return flashxla::Guarded("merge_states", [&] { return flashxla::MergeAny(*args, context); });
 }

@@ -153,9 +153,11 @@ ffi::Error ToError(flashxla_status status, ffi::Dictionary attrs) {
     }
     message = std::string(*op) + ": " + message;
   }
-  return ffi::Error(status == FLASHXLA_INVALID_ARGUMENT ? ffi::ErrorCode::kInvalidArgument
-                                                        : ffi::ErrorCode::kResourceExhausted,
-                    message);
+  const ffi::ErrorCode code = status == FLASHXLA_INVALID_ARGUMENT ? ffi::ErrorCode::kInvalidArgument
+                              : status == FLASHXLA_OUT_OF_MEMORY
+                                  ? ffi::ErrorCode::kResourceExhausted
+                                  : ffi::ErrorCode::kInternal;
+  return ffi::Error(code, message);
 }
 
 }  // namespace flashxla

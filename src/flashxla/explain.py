@@ -9,6 +9,7 @@ from typing import Any
 
 from flashxla import cuda_attention, native
 from flashxla.native import CTensor
+from flashxla.ops import OPS
 from flashxla.ops.attention import ATTENTION
 from flashxla.ops.cache_format import DTYPE_CODES
 from flashxla.ops.op import Call
@@ -98,10 +99,14 @@ def _function(operation: str | Callable[..., Any], framework: str) -> Callable[.
     if callable(operation):
         return operation
     module = importlib.import_module(f"flashxla.{framework}")
-    if operation not in module.__all__ or operation == "setup_custom_call":
-        names = ", ".join(name for name in module.__all__ if name != "setup_custom_call")
-        raise ValueError(f"explain: operation: got {operation!r}; accepted: {names}")
+    operations = sorted(op.function for op in OPS)
+    if operation not in operations:
+        raise ValueError(f"explain: operation: got {operation!r}; accepted: {', '.join(operations)}")
     return getattr(module, operation)
+
+
+def _no_operation(operation: str | Callable[..., Any]) -> ValueError:
+    return ValueError(f"explain: operation: got {operation!r}, which calls no operation of flashxla")
 
 
 _Found = tuple[Call, Mapping[str, CTensor], str]
@@ -122,6 +127,8 @@ def _jax_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str
 
     with jax_calls.observe() as calls:
         jax.eval_shape(traced, arrays)
+    if not calls:
+        raise _no_operation(operation)
     ((call, avals),) = calls
     slots = [slot for _, slot in call.operands]
     operands = {slot: CTensor.of(DTYPE_CODES[a.dtype], a.shape) for slot, a in zip(slots, avals, strict=True)}
@@ -141,7 +148,6 @@ def _torch_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[s
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from flashxla import torch_calls, torch_library
-    from flashxla.ops import OPS
 
     function = _function(operation, "torch")
     found: list[_Found] = []
@@ -167,5 +173,5 @@ def _torch_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[s
         with Observe():
             function(*args, **kwargs)
     except Stop:
-        pass
-    return found[0]
+        return found[0]
+    raise _no_operation(operation)

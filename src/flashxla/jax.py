@@ -12,11 +12,12 @@ from typing import Any
 
 try:
     import jax
+    import jax.export
     import jax.numpy as jnp
 except ImportError as error:
     raise ImportError("flashxla.jax needs JAX: pip install jax") from error
 
-from flashxla import jax_calls, ops, setup_custom_call
+from flashxla import jax_calls, native, ops, setup_custom_call
 from flashxla.ops import arguments
 from flashxla.ops.op import Aval, Op, Tensor, type_error
 from flashxla.xla import registration
@@ -198,6 +199,16 @@ def merge_attn_states(
     return out, lse
 
 
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What jax.export must be told to take flashxla's custom calls: its argument `disabled_checks`.
+
+    jax.export promises stability for the custom calls that it knows alone. An exported program calls libraries of
+    flashxla, so whoever loads it calls flashxla.setup_custom_call() first.
+    """
+    targets = {n.target for natives in (native.NATIVES, *native.MORE_NATIVES.values()) for n in natives}
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
+
+
 def _call(op: Op, **values: Any) -> list[jax.Array]:
     registration.register_jax()
     tensors = {t.name: _array(op, t, values) for t in op.tensors}
@@ -221,6 +232,7 @@ def _scale(scale: jax.Array | float | None) -> Any:
 
 
 __all__ = [
+    "export_checks",
     "flash_attn_varlen_func",
     "merge_attn_states",
     "paged_attention",

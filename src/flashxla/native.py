@@ -192,9 +192,15 @@ class Library:
 
     @functools.cached_property
     def instruction_set(self) -> str:
-        """What the kernels use of this machine's processor; only of the cpu library."""
+        """What the kernels use of this machine's processor; only of the cpu library.
+
+        Raises ValueError if FLASHXLA_CPU_ISA names what does not run here.
+        """
         self._cdll.flashxla_cpu_instruction_set.restype = ctypes.c_char_p
-        return self._cdll.flashxla_cpu_instruction_set().decode()
+        name = self._cdll.flashxla_cpu_instruction_set()
+        if name is None:
+            raise ValueError(self._cdll.flashxla_last_error().decode())
+        return name.decode()
 
     @functools.cached_property
     def ffi_targets(self) -> dict[str, int]:

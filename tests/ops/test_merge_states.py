@@ -62,6 +62,17 @@ def test_extreme_weights(frontend: Frontend, rng: np.random.Generator) -> None:
     check_merge(frontend, arguments, "f32")
 
 
+@pytest.mark.parametrize("size", [1e3, 1e4, -1e4, 1e6])
+def test_large_lse(frontend: Frontend, rng: np.random.Generator, size: float) -> None:
+    """The weights depend on the difference alone: as exact where an LSE is large as where it is small."""
+    arguments = states(rng, (64, 4, 16), "f32")
+    for part in "ab":
+        arguments[f"lse_{part}"] += np.float32(size)
+    out, _ = frontend.merge_attn_states(**arguments)
+    expected, _ = reference.merge_attn_states(**arguments)
+    np.testing.assert_allclose(out, expected, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.frontends("inductor")
 def test_merge_inductor(frontend: Frontend, rng: np.random.Generator) -> None:
     check_merge(frontend, states(rng, (9, 4, 72), "bf16"), "bf16")

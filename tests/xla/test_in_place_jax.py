@@ -166,9 +166,7 @@ def test_export_round_trip() -> None:
     pytest.importorskip("flatbuffers")
     from jax import export
 
-    names = ("kv_cache", "attention", "attention_plan")
-    checks = [export.DisabledSafetyCheck.custom_call(f"flashxla_{name}") for name in names]
-    exported = export.export(jax.jit(layers), disabled_checks=checks)(QUERY, caches())
+    exported = export.export(jax.jit(layers), disabled_checks=fx.export_checks())(QUERY, caches())
     call = jax.jit(export.deserialize(exported.serialize()).call, donate_argnums=1)
     held = caches()
     before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(held)]

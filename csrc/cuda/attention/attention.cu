@@ -1,6 +1,8 @@
 // Softmax attention over ragged batches: the C ABI's functions.
 #include <algorithm>
+#include <cinttypes>
 
+#include "common/error.h"
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -36,8 +38,24 @@ PerHead HeadsOf(const flashxla_tensor& t) {
   return {view.data, view.stride_seq, view.stride_head};
 }
 
-Cache CacheOf(const CacheView& view) {
-  return {view.data, view.stride_block, view.stride_token, view.stride_head, view.stride_dim};
+// The largest power of two that divides the offsets of all keys, in bytes; at most 2^16, and 0 if
+// an offset is negative or takes more than 32 bits in that unit.
+uint32_t OffsetUnit(const Cache& c, const CacheView& view, int64_t size) {
+  const int64_t block = c.stride_block * size, token = c.stride_token * size;
+  if (block < 0 || token < 0) return 0;
+  uint32_t unit = 1 << 16;
+  while (unit > 1 && ((view.num_blocks > 1 && block % unit != 0) ||
+                      (view.block_size > 1 && token % unit != 0))) {
+    unit /= 2;
+  }
+  const int64_t last = (view.num_blocks - 1) * block + (view.block_size - 1) * token;
+  return last / unit < (int64_t{1} << 32) ? unit : 0;
+}
+
+Cache CacheOf(const CacheView& view, int64_t element_size) {
+  Cache c = {view.data, view.stride_block, view.stride_token, view.stride_head, view.stride_dim};
+  c.offset_unit = OffsetUnit(c, view, element_size);
+  return c;
 }
 
 Rows RowsOf(const flashxla_tensor& t) {
@@ -67,13 +85,6 @@ bool Aligned(const Cache& c, int64_t size) {
          c.stride_head * size % kVector == 0;
 }
 
-// The offset of the last vector fits 32 bits.
-bool IsSmall(const Cache& c, const CacheView& view, int64_t size) {
-  const int64_t last =
-      (view.num_blocks - 1) * c.stride_block + (view.block_size - 1) * c.stride_token;
-  return c.stride_block >= 0 && c.stride_token >= 0 && last * size / 16 < (int64_t{1} << 32);
-}
-
 bool InPairs(const Rows& r) {
   return r.stride_dim == 1 && r.stride_head % 2 == 0 && r.stride_token % 2 == 0 &&
          reinterpret_cast<uintptr_t>(r.data) % 4 == 0;
@@ -87,7 +98,8 @@ Problem MakeProblem(const flashxla_attention_args& args) {
   p.q = RowsOf(args.q), p.out = RowsOf(args.out);
   p.lse = static_cast<float*>(args.lse.data);
   p.lse_stride_head = args.lse.stride[0], p.lse_stride_token = args.lse.stride[1];
-  p.k = CacheOf(k), p.v = CacheOf(v);
+  const int64_t size = ElementSize(args.kv_dtype);
+  p.k = CacheOf(k, size), p.v = CacheOf(v, size);
   p.block_table = static_cast<const int32_t*>(args.block_table.data);
   p.table_stride_sequence = args.block_table.stride[0];
   p.table_stride_page = args.block_table.stride[1];
@@ -118,9 +130,8 @@ Problem MakeProblem(const flashxla_attention_args& args) {
   p.alibi_slopes = HeadsOf(args.alibi_slopes);
   p.sinks = args.sinks.data;
   p.sinks_stride = args.sinks.stride[0];
-  const int64_t size = ElementSize(args.kv_dtype);
   p.kv_vectors = p.head_size * size % 16 == 0 && Aligned(p.k, size) && Aligned(p.v, size) &&
-                 IsSmall(p.k, k, size) && IsSmall(p.v, v, size);
+                 p.k.offset_unit > 0 && p.v.offset_unit > 0;
   p.q_pairs = ElementSize(p.q_dtype) == 2 && p.head_size % 2 == 0 && InPairs(p.q);
   p.out_pairs = ElementSize(p.out_dtype) == 2 && p.head_size % 2 == 0 && InPairs(p.out);
   return p;
@@ -148,12 +159,65 @@ flashxla_attention_plan_args PlanArgs(const flashxla_attention_args& args, const
   return plan_args;
 }
 
-flashxla_status Attend(const flashxla_attention_args& args, const flashxla_context* context) {
+bool IsQueryDtype(int64_t dtype) {
+  return dtype == FLASHXLA_F32 || dtype == FLASHXLA_F16 || dtype == FLASHXLA_BF16 || IsFp8(dtype);
+}
+
+// What the kernels count in 32 bits.
+flashxla_status CheckSizes(const flashxla_attention_args& args) {
   if (args.block_table.data ? args.seqused_k.data == nullptr : args.cu_seqlens_k.data == nullptr) {
     return SetError(FLASHXLA_INVALID_ARGUMENT, args.block_table.data
                                                    ? "paged attention needs seqused_k"
                                                    : "dense attention needs cu_seqlens_k");
   }
+  CacheView k, v;
+  ViewKeys(args, &k, &v);
+  const int64_t tokens = args.q.shape[0], heads = args.q.shape[1], head_size = args.q.shape[2];
+  if (!IsQueryDtype(args.q.dtype) || !IsQueryDtype(args.kv_dtype) || head_size < 1 ||
+      head_size > kMaxHeadSize || k.num_heads < 1 || heads % k.num_heads != 0) {
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "unsupported dtype, head size or head count");
+  }
+  constexpr int64_t kMost = INT32_MAX - (1 << 16);  // tiles are rounded up
+  const int64_t sequences = args.cu_seqlens_q.shape[0] - 1;
+  const int64_t keys = args.block_table.data ? args.block_table.shape[1] : 1;  // blocks of a row
+  auto refuse = [](const char* what, int64_t got) {
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "%s %" PRId64 ", more than %" PRId64, what, got,
+                    kMost);
+  };
+  // Products of two numbers below 2^31 do not overflow 64 bits.
+  if (tokens > kMost || tokens * heads > kMost) return refuse("q has rows:", tokens * heads);
+  if (sequences > kMost || sequences * heads > kMost) {
+    return refuse("cu_seqlens_q has sequences times heads:", sequences * heads);
+  }
+  if (k.num_blocks > kMost) return refuse("k has blocks:", k.num_blocks);
+  if (k.block_size > kMost) return refuse("k has keys in a block:", k.block_size);
+  if (keys > kMost || keys * k.block_size > kMost) {
+    return refuse("block_table has room for keys:", keys * k.block_size);
+  }
+  return FLASHXLA_OK;
+}
+
+// The engines of a plan are chosen before the addresses are known, perhaps on another machine.
+flashxla_status CheckPlanned(const Problem& p, int64_t engines) {
+  const char* why = engines & kUseWide ? WhyNotWide(p) : "";
+  if (why[0] == '\0') return FLASHXLA_OK;
+  if (!LoadedImage().hopper) {
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "the program was compiled for a Hopper GPU: %s",
+                    WhyNoHopper());
+  }
+  auto misaligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; };
+  const char* which = misaligned(p.q.data) ? "q" : misaligned(p.k.data) ? "k" : "v";
+  if (!misaligned(p.q.data) && !misaligned(p.k.data) && !misaligned(p.v.data)) {
+    return SetError(FLASHXLA_INTERNAL, "the program was compiled for another call: %s", why);
+  }
+  return SetError(FLASHXLA_INVALID_ARGUMENT,
+                  "%s starts at an address that is no multiple of 16 bytes, for which the program "
+                  "was not compiled",
+                  which);
+}
+
+flashxla_status Attend(const flashxla_attention_args& args, const flashxla_context* context) {
+  if (const flashxla_status status = CheckSizes(args); status != FLASHXLA_OK) return status;
   if (const flashxla_status status = CheckAttention(args, context); status != FLASHXLA_OK) {
     return status;
   }
@@ -162,17 +226,18 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   auto* plan = static_cast<int32_t*>(args.plan.data);
   // A plan goes with the engines that it was made for.
   const int64_t engines = plan ? args.engines : ChooseEngines(args).engines;
-  if ((engines & kUseWide) && WhyNotWide(p)[0] != '\0') {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "the call was compiled for another GPU: %s",
-                    WhyNotWide(p));
+  if (plan) {
+    if (const flashxla_status status = CheckPlanned(p, engines); status != FLASHXLA_OK) {
+      return status;
+    }
   }
   const PlanLayout layout = LayoutOf(args);
   const int64_t partial_bytes = PartialBytes(args, p, engines);
   const int64_t needed = partial_bytes + (plan ? 0 : layout.words() * 4);
   if (args.workspace.shape[0] < needed) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "workspace has %lld bytes, %lld are needed",
-                    static_cast<long long>(args.workspace.shape[0]),
-                    static_cast<long long>(needed));
+    return SetError(FLASHXLA_INVALID_ARGUMENT,
+                    "workspace has %" PRId64 " bytes, %" PRId64 " are needed",
+                    args.workspace.shape[0], needed);
   }
   auto* partials = static_cast<float*>(args.workspace.data);
   const cudaStream_t stream = StreamOf(context);
@@ -183,13 +248,23 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   p.plan = PlanView(plan, layout);
   if (engines & kUseSplit) LaunchSplit(p, engines, partials, stream);
   if ((engines & kUseWide) && !LaunchWide(p, stream)) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "the driver refuses a tensor map of q, k or v");
+    return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of q, k or v");
   }
   if (!(engines & kSplitAll)) {
     HasTensorCores(args) ? LaunchTile(p, stream) : LaunchSimt(p, stream);
   }
   LaunchFinish(p, engines, partials, stream);
   return LaunchStatus("attention");
+}
+
+// The steps of kSplit's line at most: groups of keys for each tile of rows.
+double MaxSplitSteps(const flashxla_attention_args& args, int64_t capacity, int64_t group,
+                     int64_t max_rows) {
+  const double sequences = static_cast<double>(args.cu_seqlens_q.shape[0] - 1);
+  const double rows = static_cast<double>(args.q.shape[0]) * group;
+  const double tiles_of_one = (max_rows + kSplitRows - 1) / kSplitRows;
+  const double tiles = std::min(sequences * tiles_of_one, rows / kSplitRows + sequences);
+  return tiles * static_cast<double>(capacity / kSplitKeys + 2);
 }
 
 }  // namespace
@@ -203,17 +278,16 @@ Choice ChooseEngines(const flashxla_attention_args& args) {
   const Problem problem = MakeProblem(args);
   const int64_t capacity =
       args.block_table.data ? args.block_table.shape[1] * problem.block_size : args.k.shape[0];
-  const int64_t sequences = args.cu_seqlens_q.shape[0] - 1;
-  // The line of steps is counted in 32 bits.
-  const bool countable = static_cast<double>(capacity) * sequences * args.q.shape[1] < 2e9 * 16;
+  const int64_t longest = std::min(args.max_seqlen_q, args.q.shape[0]) * problem.group_size;
+  const int64_t split_rows = MaxSplitRows(problem.group_size);
+  const bool countable =
+      MaxSplitSteps(args, capacity, problem.group_size, split_rows) < double{INT32_MAX};
   const bool fits = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) >=
                     SplitSharedBytes(args.q.shape[2], IsFp8(args.kv_dtype));
   if (countable && fits) {
     const int64_t blocks = SplitBlocks(args.q.shape[2], problem.num_kv_heads);
     choice.engines |= kUseSplit | blocks << kSplitBlocksShift;
-    const int64_t group = args.q.shape[1] / std::max<int64_t>(problem.num_kv_heads, 1);
-    const int64_t max_rows = std::min(args.max_seqlen_q, args.q.shape[0]) * group;
-    if (max_rows <= kMaxSplitRows) {
+    if (longest <= split_rows) {
       choice.engines |= kSplitAll;
       choice.reason = "few queries: split";
       return choice;
@@ -224,30 +298,13 @@ Choice ChooseEngines(const flashxla_attention_args& args) {
   return choice;
 }
 
-}  // namespace attention
-}  // namespace flashxla
-
-flashxla_status flashxla_cuda_attention(const flashxla_attention_args* args,
-                                        const flashxla_context* context) {
-  return flashxla::attention::Attend(*args, context);
-}
-
-flashxla_status flashxla_cuda_attention_plan(const flashxla_attention_plan_args* args,
-                                             const flashxla_context* context) {
-  if (args->num_kv_heads > 0) {
-    flashxla::attention::LaunchPlan(*args, flashxla::StreamOf(context));
-  }
-  return flashxla::LaunchStatus("attention_plan");
-}
-
-flashxla_status flashxla_cuda_attention_needs(const flashxla_attention_args* args,
-                                              flashxla_attention_needs* needs) {
-  using namespace flashxla::attention;
-  const Choice choice = ChooseEngines(*args);
-  const bool tensor_cores = HasTensorCores(*args);
-  needs->plan_words = LayoutOf(*args).words();
+flashxla_status Needs(const flashxla_attention_args& args, flashxla_attention_needs* needs) {
+  if (const flashxla_status status = CheckSizes(args); status != FLASHXLA_OK) return status;
+  const Choice choice = ChooseEngines(args);
+  const bool tensor_cores = HasTensorCores(args);
+  needs->plan_words = LayoutOf(args).words();
   needs->workspace_bytes =
-      PartialBytes(*args, MakeProblem(*args), choice.engines) + needs->plan_words * 4;
+      PartialBytes(args, MakeProblem(args), choice.engines) + needs->plan_words * 4;
   needs->engines = choice.engines;
   needs->reason = choice.reason;
   needs->few_queries = choice.engines & kUseSplit ? "split: tensor cores, keys shared out"
@@ -258,4 +315,28 @@ flashxla_status flashxla_cuda_attention_needs(const flashxla_attention_args* arg
                         : tensor_cores              ? "tile: tensor cores"
                                                     : "simt: CUDA cores";
   return FLASHXLA_OK;
+}
+
+}  // namespace attention
+}  // namespace flashxla
+
+flashxla_status flashxla_cuda_attention(const flashxla_attention_args* args,
+                                        const flashxla_context* context) {
+  using namespace flashxla;
+  return Guarded("attention", [&] { return attention::Attend(*args, context); });
+}
+
+flashxla_status flashxla_cuda_attention_plan(const flashxla_attention_plan_args* args,
+                                             const flashxla_context* context) {
+  using namespace flashxla;
+  return Guarded("attention_plan", [&] {
+    if (args->num_kv_heads > 0) attention::LaunchPlan(*args, StreamOf(context));
+    return LaunchStatus("attention_plan");
+  });
+}
+
+flashxla_status flashxla_cuda_attention_needs(const flashxla_attention_args* args,
+                                              flashxla_attention_needs* needs) {
+  using namespace flashxla;
+  return Guarded("attention_needs", [&] { return attention::Needs(*args, needs); });
 }

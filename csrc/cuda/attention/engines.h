@@ -15,7 +15,7 @@ struct Choice {
   int64_t engines;     // EngineBits, and the blocks of kSplit
   const char* reason;  // why not kWide; empty if it is used
 };
-Choice ChooseEngines(const flashxla_attention_args& args);
+Choice ChooseEngines(const flashxla_attention_args& args);  // of sound sizes
 
 // Whether kWide can serve a call that has what kTile's tensor cores need; if not, why.
 const char* WhyNotWide(const Problem& problem);

@@ -63,6 +63,11 @@ struct KeyPlaces {
   __device__ int64_t OffsetIn(const Cache& c) const {
     return block * c.stride_block + token * c.stride_token;
   }
+  // The same in units of offset_unit, which fits 32 bits.
+  template <int kElementSize>
+  __device__ uint32_t UnitsIn(const Cache& c) const {
+    return static_cast<uint32_t>(OffsetIn(c) * kElementSize >> (31 - __clz(c.offset_unit)));
+  }
 };
 
 template <int kDims, bool kFp8>
@@ -91,20 +96,19 @@ struct KeyLoader {
     } else {
       k += chunk * 16, v += chunk * 16;
     }
-    // Vectors start at multiples of 16 bytes, and a cache has less than 2^32 of them.
-    const auto vector_k = static_cast<uint32_t>(places.OffsetIn(p.k) / (16 / kElementSize));
-    const auto vector_v = static_cast<uint32_t>(places.OffsetIn(p.v) / (16 / kElementSize));
+    const uint32_t units_k = places.UnitsIn<kElementSize>(p.k);
+    const uint32_t units_v = places.UnitsIn<kElementSize>(p.v);
     const uint32_t to = SharedAddress(stage);
 #pragma unroll
     for (int r = 0; r < kSliceKeys; r += kRowsAtOnce) {
       const int row = r + lane_row;
-      const uint64_t from_k = __shfl_sync(kAllLanes, vector_k, row);
-      const uint64_t from_v = __shfl_sync(kAllLanes, vector_v, row);
+      const uint64_t from_k = __shfl_sync(kAllLanes, units_k, row);
+      const uint64_t from_v = __shfl_sync(kAllLanes, units_v, row);
       if (k == nullptr) continue;
       const bool valid = (places.mask >> row) & 1;
       const int offset = ChunkOffset<kChunks>(row, chunk);
-      CopyAsync16(to + offset, k + from_k * 16, valid);
-      CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid);
+      CopyAsync16(to + offset, k + from_k * p.k.offset_unit, valid);
+      CopyAsync16(to + kHalfBytes + offset, v + from_v * p.v.offset_unit, valid);
     }
   }
 

@@ -89,29 +89,20 @@ __device__ void VisibleToAny(const PlanProblem& p, const Sequence& s, int first,
   *end = static_cast<int>(max(high, int64_t{0}));
 }
 
-// Sequences with too many queries for one thread to look after.
-struct LongSequence {
-  int32_t index, first_query, num_queries, num_keys;
-  int32_t first_tile;  // of its wide tiles
-  int32_t mark;        // of its tokens, in token_sequence
-  bool is_wide;
-};
-constexpr int kMaxLong = 512;
+// Sequences with more queries than this are too long for one thread to look after.
 constexpr int kMinLong = 32;
 static_assert(kMinLong < kMinWideQueries);
 
 // The first sequences are kept in shared memory, too: the way to global memory and back is long.
 constexpr int kMaxKept = 384;
+constexpr int kMaxKeptLong = 512;
 
 struct Shared {
   Scan scan;
   Sequence kept[kMaxKept];
   int32_t split_starts[kMaxKept];
-  int32_t num_long;
-  LongSequence long_sequences[kMaxLong];
+  int32_t kept_long[kMaxKeptLong];
   int32_t cost[kMaxSorted];
-
-  __device__ int list_size() const { return min(num_long, kMaxLong); }
 };
 
 struct SequenceTable {
@@ -127,11 +118,56 @@ struct SequenceTable {
     plan[i].engine = engine;
     if (i < kMaxKept) kept[i].engine = engine;
   }
+  __device__ void SetFirstTile(int i, int tile) const {
+    plan[i].first_tile = tile;
+    if (i < kMaxKept) kept[i].first_tile = tile;
+  }
 };
 
+// The long sequences by number, in their order.
+struct LongList {
+  int32_t* plan;
+  int32_t* kept;
+  int size;
+
+  __device__ int operator[](int n) const { return n < kMaxKeptLong ? kept[n] : plan[n]; }
+  __device__ void Set(int n, int sequence) const {
+    plan[n] = sequence;
+    if (n < kMaxKeptLong) kept[n] = sequence;
+  }
+};
+
+// Offsets that do not only grow: a sequence is sound if it starts behind all sound ones before it.
+// num_queries of the others becomes 0. One warp finds out, 32 sequences at a time: where each
+// starts at the end of the one before, all that follow a sound one are sound as far as the offsets
+// grow.
+__device__ void ReadUnsoundQueries(const PlanProblem& p, int num_sequences, Sequence* sequences) {
+  const int lane = threadIdx.x & 31;
+  int previous = 0;  // the end of the sound ones so far
+#pragma unroll 1
+  for (int base = 0; base < num_sequences; base += 32) {
+    const int i = base + lane;
+    int begin = 0, end = -1;
+    if (i < num_sequences) begin = p.cu_seqlens_q[i], end = p.cu_seqlens_q[i + 1];
+    const bool grows = begin >= 0 && begin <= end && end <= p.num_tokens;
+    const unsigned growing = __ballot_sync(~0u, grows);
+    unsigned left = growing, sound = 0;
+#pragma unroll 1
+    while (const unsigned next = __ballot_sync(~0u, begin >= previous) & left) {
+      const int first = __ffs(next) - 1;
+      const unsigned stops = ~growing >> first << first;  // from `first` on
+      const int last = stops ? __ffs(stops) - 2 : 31;
+      const unsigned run = ~0u >> (31 - last) >> first << first;
+      sound |= run;
+      left &= ~(~0u >> (31 - last));
+      previous = __shfl_sync(~0u, end, last);
+    }
+    if (i < num_sequences) sequences[i].num_queries = (sound >> lane) & 1 ? end - begin : 0;
+  }
+}
+
 // Reads the queries of every sequence. Returns whether their offsets only grow, as they should;
-// otherwise a sequence is sound if it starts behind all sound ones before it, which one thread
-// finds out: num_queries of the others becomes 0.
+// otherwise num_queries says which are sound.
 __device__ bool ReadQueries(const PlanProblem& p, int num_sequences, Sequence* sequences) {
   bool grows = true;
 #pragma unroll 1
@@ -140,16 +176,7 @@ __device__ bool ReadQueries(const PlanProblem& p, int num_sequences, Sequence* s
     grows = grows && begin >= 0 && begin <= end && end <= p.num_tokens;
   }
   if (__syncthreads_and(grows)) return true;
-  if (threadIdx.x == 0) {
-    int previous = 0;
-#pragma unroll 1
-    for (int i = 0; i < num_sequences; ++i) {
-      const int begin = p.cu_seqlens_q[i], end = p.cu_seqlens_q[i + 1];
-      const bool sound = begin >= previous && begin <= end && end <= p.num_tokens;
-      sequences[i].num_queries = sound ? end - begin : 0;
-      if (sound) previous = end;
-    }
-  }
+  if (threadIdx.x < 32) ReadUnsoundQueries(p, num_sequences, sequences);
   __syncthreads();
   return false;
 }
@@ -194,11 +221,11 @@ __device__ int WideTiles(const Sequence& s) {
 }
 
 // kWide reads pages by number, unchecked: a sequence with an unsound one goes to kTile.
-__device__ void CheckTables(const PlanProblem& p, const Shared& shared,
+__device__ void CheckTables(const PlanProblem& p, const LongList& list,
                             const SequenceTable& sequences) {
   constexpr int kAtOnce = 8;  // sequences, so that their loads wait together
 #pragma unroll 1
-  for (int base = 0; base < shared.list_size(); base += kAtOnce) {
+  for (int base = 0; base < list.size; base += kAtOnce) {
     bool more = true;
 #pragma unroll 1
     for (int page = threadIdx.x; more; page += kThreads) {
@@ -207,19 +234,20 @@ __device__ void CheckTables(const PlanProblem& p, const Shared& shared,
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         block[n] = 0;
-        if (base + n >= shared.list_size()) continue;
-        const LongSequence& s = shared.long_sequences[base + n];
-        const int pages = s.is_wide ? (s.num_keys + p.block_size - 1) / p.block_size : 0;
+        if (base + n >= list.size) continue;
+        const int index = list[base + n];
+        const Sequence s = sequences.Get(index);
+        const int pages = s.engine == kWide ? (s.num_keys - 1) / p.block_size + 1 : 0;
         if (page < pages) {
           block[n] =
-              __ldg(p.block_table + s.index * p.table_stride_sequence + page * p.table_stride_page);
+              __ldg(p.block_table + index * p.table_stride_sequence + page * p.table_stride_page);
         }
         more |= page - static_cast<int>(threadIdx.x) + kThreads < pages;
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         if (block[n] < 0 || block[n] >= max(p.num_blocks, 1)) {
-          sequences.SetEngine(shared.long_sequences[base + n].index, kTile);
+          sequences.SetEngine(list[base + n], kTile);
         }
       }
     }
@@ -228,19 +256,21 @@ __device__ void CheckTables(const PlanProblem& p, const Shared& shared,
 }
 
 // Lists the tiles of kWide, sequence after sequence.
-__device__ void ListWide(const PlanProblem& p, Shared& shared, const SequenceTable& sequences,
-                         int2* tiles) {
+__device__ void ListWide(const PlanProblem& p, Shared& shared, const LongList& list,
+                         const SequenceTable& sequences, int2* tiles) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int n = 0; n < shared.list_size(); ++n) {
-    const LongSequence& l = shared.long_sequences[n];
-    if (!l.is_wide) continue;
-    const Sequence s = sequences.Get(l.index);
+  for (int n = 0; n < list.size; ++n) {
+    const int index = list[n];
+    const Sequence s = sequences.Get(index);
     const int count = WideTiles(s);
+    const bool all = count > 32;
+    if (!all && n % kWarps != warp) continue;
 #pragma unroll 1
-    for (int t = threadIdx.x; t < count; t += kThreads) {
+    for (int t = all ? threadIdx.x : lane; t < count; t += all ? kThreads : 32) {
       // Where they stay unsorted: the last of each sequence first, which see the most keys.
-      const int tile = count - 1 - t, place = l.first_tile + t;
-      tiles[place] = make_int2(l.index, tile);
+      const int tile = count - 1 - t, place = s.first_tile + t;
+      tiles[place] = make_int2(index, tile);
       int begin, end;
       VisibleToAny(p, s, tile * kWideQueries, min((tile + 1) * kWideQueries, s.num_queries) - 1,
                    &begin, &end);
@@ -272,17 +302,23 @@ __device__ void SortWide(const Shared& shared, int2* tiles, int count) {
   }
 }
 
+// The mark of a sequence's tokens in token_sequence.
+__device__ int MarkOf(const Sequence& s, int index) { return s.engine == kIdle ? kNoKeys : index; }
+
 // Which sequence each token of the long ones belongs to.
-__device__ void MarkLong(const Shared& shared, int32_t* token_sequence) {
+__device__ void MarkLong(const LongList& list, const SequenceTable& sequences,
+                         int32_t* token_sequence) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int n = 0; n < shared.list_size(); ++n) {
-    const LongSequence& s = shared.long_sequences[n];
+  for (int n = 0; n < list.size; ++n) {
+    const int index = list[n];
+    const Sequence s = sequences.Get(index);
     const bool all = s.num_queries > kThreads;
     if (!all && n % kWarps != warp) continue;
+    const int mark = MarkOf(s, index);
 #pragma unroll 1
     for (int t = all ? threadIdx.x : lane; t < s.num_queries; t += all ? kThreads : 32) {
-      token_sequence[s.first_query + t] = s.mark;
+      token_sequence[s.first_query + t] = mark;
     }
   }
 }
@@ -294,6 +330,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   const PlanLayout layout(p.num_sequences, p.num_tokens);
   const SequenceTable sequences{reinterpret_cast<Sequence*>(p.plan + layout.sequences()),
                                 shared.kept};
+  LongList long_list{p.plan + layout.long_list(), shared.kept_long, 0};
   int32_t* tile_starts = p.plan + layout.tile_starts();
   int32_t* split_starts = p.num_sequences < kMaxKept ? shared.split_starts : tile_starts;
   auto* wide_tiles = reinterpret_cast<int2*>(p.plan + layout.wide_tiles());
@@ -301,17 +338,17 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
 
   const int num_sequences =
       p.num_seqs.data ? min(max(p.num_seqs[0], 0), p.num_sequences) : p.num_sequences;
-  if (thread == 0) shared.num_long = 0;
   for (int i = thread; i < p.num_tokens; i += kThreads) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(p, num_sequences, sequences.plan);
 
-  // Keys, engines, and the list of kSplit.
+  // Keys, engines, the list of kSplit, and which sequences are long.
   int base = 0, total;
 #pragma unroll 1
   for (int i0 = 0; i0 < p.num_sequences; i0 += kThreads) {
     const int i = i0 + thread;
     Sequence s = {};
     int steps = 0;
+    bool is_long = false;
     if (i < num_sequences) {
       s.first_query = p.cu_seqlens_q[i];
       s.num_queries = grows ? p.cu_seqlens_q[i + 1] - s.first_query : sequences.plan[i].num_queries;
@@ -319,10 +356,10 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
         const int64_t rows = int64_t{s.num_queries} * p.group_size;
         int begin, end;
         VisibleToAny(p, s, 0, s.num_queries - 1, &begin, &end);
-        const bool sees_keys = begin < end;
-        if (!sees_keys) {
+        if (begin >= end) {
           s.engine = kIdle;
-        } else if ((p.engines & kSplitAll) || ((p.engines & kUseSplit) && rows <= kMaxSplitRows)) {
+        } else if ((p.engines & kSplitAll) ||
+                   ((p.engines & kUseSplit) && rows <= MaxSplitRows(p.group_size))) {
           s.engine = kSplit;
           s.first_step = begin / kSplitKeys;
           s.num_steps = (end + kSplitKeys - 1) / kSplitKeys - s.first_step;
@@ -330,22 +367,22 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
         } else {
           s.engine = (p.engines & kUseWide) && s.num_queries >= kMinWideQueries ? kWide : kTile;
         }
-        const int mark = sees_keys ? i : kNoKeys;
-        const int place = s.num_queries > kMinLong ? atomicAdd(&shared.num_long, 1) : kMaxLong;
-        if (place < kMaxLong) {
-          shared.long_sequences[place] = {i, s.first_query, s.num_queries,    s.num_keys,
-                                          0, mark,          s.engine == kWide};
-          if (s.engine == kWide) s.first_step = place;
-        } else {
-          if (s.engine == kWide) s.engine = kTile;  // its table stays unchecked
+        is_long = s.num_queries > kMinLong;
+        if (!is_long) {
+          const int mark = MarkOf(s, i);
           for (int t = 0; t < s.num_queries; ++t) token_sequence[s.first_query + t] = mark;
         }
       }
     }
     if (i < p.num_sequences) sequences.Set(i, s);
-    const int before = ExclusiveSum(shared.scan, steps, &total);
+    int before = ExclusiveSum(shared.scan, steps, &total);
     if (i < p.num_sequences) split_starts[i] = base + before;
     base += total;
+    if (__syncthreads_or(is_long)) {
+      before = ExclusiveSum(shared.scan, is_long, &total);
+      if (is_long) long_list.Set(long_list.size + before, i);
+      long_list.size += total;
+    }
   }
   if (thread == 0) split_starts[p.num_sequences] = base;
   __syncthreads();
@@ -353,10 +390,10 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     ListSplit(p, sequences, split_starts, base,
               reinterpret_cast<SplitBlock*>(p.plan + layout.split_blocks()));
   }
-  MarkLong(shared, token_sequence);
+  MarkLong(long_list, sequences, token_sequence);
   __syncthreads();
   if (p.engines & kSplitAll) return;
-  if ((p.engines & kUseWide) && p.block_table) CheckTables(p, shared, sequences);
+  if ((p.engines & kUseWide) && p.block_table) CheckTables(p, long_list, sequences);
 
   int num_tiles = 0, num_wide = 0;
 #pragma unroll 1
@@ -372,7 +409,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     num_tiles += total;
     before = ExclusiveSum(shared.scan, wide, &total) + num_wide;
     num_wide += total;
-    if (wide > 0) shared.long_sequences[s.first_step].first_tile = before;
+    if (wide > 0) sequences.SetFirstTile(i, before);
   }
   if (thread == 0) {
     tile_starts[p.num_sequences] = num_tiles;
@@ -380,7 +417,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     p.plan[PlanLayout::kTotals + kWide] = num_wide;
   }
   __syncthreads();
-  if (num_wide > 0) ListWide(p, shared, sequences, wide_tiles);
+  if (num_wide > 0) ListWide(p, shared, long_list, sequences, wide_tiles);
   __syncthreads();
   if (num_wide > 0 && num_wide <= kMaxSorted) SortWide(shared, wide_tiles, num_wide);
 }

@@ -24,9 +24,14 @@ enum EngineBits : int64_t {
 
 constexpr int kSplitRows = 16;     // rows of a split tile; a row is a query token of one head
 constexpr int kSplitKeys = 64;     // keys of one step
-constexpr int kMaxSplitRows = 64;  // sequences with more rows a KV head are not split
 constexpr int kTileRows = 64;      // rows of a tile
 constexpr int kWideQueries = 128;  // query tokens of a wide tile
+
+// Sequences with more rows a KV head are not split. One query token of any group is: decoding is
+// bound by the keys.
+inline __host__ __device__ int64_t MaxSplitRows(int64_t group_size) {
+  return group_size > 64 ? group_size : 64;
+}
 
 // A sequence whose index entries are sound; otherwise engine is kIdle.
 struct alignas(16) Sequence {
@@ -39,7 +44,8 @@ struct alignas(16) Sequence {
   int32_t engine;
   int32_t num_steps;   // split: groups of kSplitKeys keys, for each tile of rows
   int32_t first_step;  // split: the first group that any of its rows sees
-  int32_t unused[3];
+  int32_t first_tile;  // wide: the first of its tiles in the list
+  int32_t unused[2];
 };
 
 // Tokens that no engine looks after: outside every sequence, and in one that sees no key.
@@ -85,9 +91,11 @@ struct PlanLayout {
   __host__ __device__ int64_t tile_starts() const {
     return split_blocks() + int64_t{sizeof(SplitBlock) / 4} * kMaxSplitBlocks;
   }
+  // The sequences of many queries, which several threads look after [S]
+  __host__ __device__ int64_t long_list() const { return tile_starts() + num_sequences + 1; }
   // wide: (sequence, tile) of every tile, the most expensive first [num_wide]
   __host__ __device__ int64_t wide_tiles() const {
-    return (tile_starts() + num_sequences + 2) / 2 * 2;
+    return (long_list() + num_sequences + 1) / 2 * 2;
   }
   // The sequence of each query token, or one of the marks below [T]
   __host__ __device__ int64_t token_sequence() const { return wide_tiles() + 2ll * num_wide; }

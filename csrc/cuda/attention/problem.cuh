@@ -27,6 +27,7 @@ struct Rows {
 struct Cache {
   const char* data;
   int64_t stride_block, stride_token, stride_head, stride_dim;
+  uint32_t offset_unit;  // bytes: keys lie at multiples of it, fewer than 2^32; 0: no such unit
 };
 
 // f32 [S, H] with broadcasting through zero strides; absent reads as `none`.

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
 // Keys of a TMA box; 0: keys and values cannot be loaded that way.
 int SplitBoxKeys(const Problem& p) {
   const int64_t size = IsFp8(p.kv_dtype) ? 1 : 2;
-  if (!IsHopper() || !p.kv_vectors || p.num_blocks == 0 || p.block_size == 0 ||
+  if (!LoadedImage().hopper || !p.kv_vectors || p.num_blocks == 0 || p.block_size == 0 ||
       DimsBucket(p.head_size) * size < 128) {
     return 0;
   }

@@ -43,6 +43,8 @@ typedef enum flashxla_status {
   FLASHXLA_OK = 0,
   FLASHXLA_INVALID_ARGUMENT = 1,
   FLASHXLA_OUT_OF_MEMORY = 2,
+  FLASHXLA_DEVICE_ERROR = 3,  // the GPU or its driver failed
+  FLASHXLA_INTERNAL = 4,      // a defect of the library
 } flashxla_status;
 
 #define FLASHXLA_MAX_RANK 5
@@ -75,7 +77,9 @@ FLASHXLA_EXPORT const char* flashxla_last_error(void);
 // 1 if the environment variable FLASHXLA_CHECK is 1. Read once a process.
 FLASHXLA_EXPORT int64_t flashxla_check_indices(void);
 
-// The instruction set that the CPU kernels use here: "baseline", "avx2" or "avx512".
+// The instruction set that the CPU kernels use: "baseline", "avx2" or "avx512"; the best one that
+// this machine runs, or what the environment variable FLASHXLA_CPU_ISA names. NULL, with a message,
+// where that cannot be; every operation then fails. The variable is read once a process.
 FLASHXLA_EXPORT const char* flashxla_cpu_instruction_set(void);
 
 #ifdef __cplusplus

@@ -8,7 +8,8 @@
 extern "C" {
 #endif
 
-// lse = logaddexp(lse_a, lse_b); out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b.
+// lse = logaddexp(lse_a, lse_b); out = (w_a * out_a + w_b * out_b) / (w_a + w_b) with the weights
+// w = exp(lse_of_the_part - max(lse_a, lse_b)).
 // An lse of -inf or +inf marks an empty part, whose out is not used. Both empty: out 0, lse -inf.
 typedef struct flashxla_merge_states_args {
   flashxla_tensor out_a;  // [T, H, D] f32, f16, bf16
