@@ -5,7 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+
+# The workers share the cores: a product of NumPy's on all of them waits for the others.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import zlib
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -26,6 +31,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--frontends", default=",".join(FRONTENDS), help="comma-separated front ends to run")
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors live")
     parser.addoption("--seed", type=int, default=None, help="of the random inputs; drawn when not given")
+    parser.addoption(
+        "--random-seconds", type=float, default=None, help="of random calls; 20 on a CPU, 120 on a GPU"
+    )
+    parser.addoption("--random-only", type=int, default=None, metavar="NUMBER", help="this random call alone")
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run a random one of N tests")
+    parser.addoption(
+        "--one-in-on-other-isas",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of the conformance tests on each instruction set but the best",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,8 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = set(_selected(config)) - set(FRONTENDS)
     if unknown:
         raise pytest.UsageError(f"--frontends: {sorted(unknown)} not in {list(FRONTENDS)}")
-    if config.option.seed is None:  # workers of pytest-xdist get the options of their controller
-        config.option.seed = secrets.randbits(32)
+    if config.option.seed is None:
+        worker = getattr(config, "workerinput", None)
+        config.option.seed = worker["seed"] if worker else secrets.randbits(32)
+    if config.option.random_seconds is None:
+        config.option.random_seconds = 20 if config.option.device == "cpu" else 120
     if config.option.device == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -42,6 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # Workers of pytest-xdist and the processes that tests start share the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.08")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of pytest-xdist have the seed that the header shows."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -62,6 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = {item for item in items if _frontend_of(item) not in (None, *_selected(config))}
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
+    if config.option.one_in > 1:
+        kept = np.random.default_rng(config.option.seed).random(len(items)) * config.option.one_in < 1
+        config.hook.pytest_deselected(
+            items=[item for item, keep in zip(items, kept, strict=True) if not keep]
+        )
+        items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
     for item in items:
         function = getattr(item, "function", None)
         if getattr(function, "is_hypothesis_test", False):

@@ -316,12 +316,31 @@ def paged_attention(
     layout: str = "interleaved",
     kv_cache_dtype: str = "auto",
 ) -> Array:
+    return paged_attention_with_lse(**locals())[0]
+
+
+def paged_attention_with_lse(
+    query: Array,
+    kv_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    layout: str = "interleaved",
+    kv_cache_dtype: str = "auto",
+) -> tuple[Array, Array]:
+    """The operation returns no LSE; it says which rows see no key."""
     if isinstance(kv_cache, tuple):
         layout = "HND" if layout == "HND" else "NHD"
         keys, values = kv_views(layout, *(decode(cache, kv_cache_dtype) for cache in kv_cache))
     else:
         keys, values = kv_views(layout, decode(kv_cache, kv_cache_dtype))
-    out, _ = _attention(
+    return _attention(
         query,
         _query_ranges(query_start_loc, len(query), num_seqs),
         _paged_keys(keys, values, block_tables, context_lens),
@@ -338,7 +357,6 @@ def paged_attention(
         v_descale=v_scale,
         num_sequences=len(query_start_loc) - 1,
     )
-    return out
 
 
 def merge_attn_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:

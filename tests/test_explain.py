@@ -75,9 +75,72 @@ def test_wrong_calls_raise_what_the_call_raises(framework: str) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="operation: got 'attention'; accepted: flash_attn_varlen_func"):
         flashxla.explain("attention", np.zeros(3))
-    with pytest.raises(ValueError, match="operation: got <function .*, which calls no operation"):
+    with pytest.raises(ValueError, match=r"operation: got <function .*, which calls no operation"):
         flashxla.explain(pytest.importorskip("flashxla.jax").setup_custom_call)
-    with pytest.raises(ValueError, match="operation: got <function .*, which calls no operation"):
+    with pytest.raises(ValueError, match=r"operation: got <function .*, which calls no operation"):
         flashxla.explain(pytest.importorskip("flashxla.torch").setup_custom_call)
     with pytest.raises(ValueError, match="platform: got 'tpu'"):
         flashxla.explain("paged_attention", platform="tpu")
+
+
+def decode_of(sequences: int, keys: int, heads: tuple[int, int], blocks: int = P) -> tuple[Any, ...]:
+    """A decode batch of paged_attention, as shapes: pages of 16 tokens, head size 128, bfloat16."""
+    jax = pytest.importorskip("jax")
+    cache = jax.ShapeDtypeStruct((blocks, 16, heads[1], 128), "bfloat16")
+    shapes: tuple[tuple[int, ...], ...] = ((sequences,), (sequences, keys // 16), (sequences + 1,), (1,))
+    index = [jax.ShapeDtypeStruct(shape, "int32") for shape in shapes]
+    query = jax.ShapeDtypeStruct((sequences, heads[0], 128), "bfloat16")
+    return (query, (cache, cache), *index, 0.125)
+
+
+# Batches whose keys are shared out: long contexts, many heads, caches of more than 64 GiB.
+LARGE = [
+    (256, 2**20, (128, 8), 1000),
+    (4096, 2**17, (64, 8), 1000),
+    (8, 16384, (128, 1), 1000),
+    (64, 2048, (32, 8), 2**21 + 8),  # 64 GiB and 256 KiB of keys
+    (64, 2048, (32, 8), 2**23),
+]
+
+
+@pytest.mark.parametrize(("sequences", "keys", "heads", "blocks"), LARGE)
+def test_large_batches_are_shared_out(sequences: int, keys: int, heads: tuple[int, int], blocks: int) -> None:
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    arguments = decode_of(sequences, keys, heads, blocks)
+    got = flashxla.explain("paged_attention", *arguments, platform="cuda")
+    assert got.few_queries.startswith("split:"), got
+
+
+@pytest.mark.parametrize("blocks", [2**21 + 8, 2**23])
+def test_a_cache_beyond_64_gib_is_no_reason(blocks: int) -> None:
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    query, *rest = decode_of(4, 4096, (32, 8), blocks)
+    prefill = jax.ShapeDtypeStruct((4096, *query.shape[1:]), query.dtype)
+    got = flashxla.explain("paged_attention", prefill, *rest, platform="cuda")
+    assert got.many_queries.startswith("wide:") and got.reason == "", got
+
+
+# What the kernels count in 32 bits: (query tokens, heads, sequences, keys of a table row, blocks, argument)
+TOO_LARGE = [
+    (2**31, (1, 1), 1, 64, 4, "query: tokens times heads"),
+    (2**26, (64, 1), 1, 64, 4, "query: tokens times heads"),
+    (4, (32, 1), 2**27, 64, 4, "query_start_loc: sequences times heads"),
+    (4, (1, 1), 1, 64, 2**31, "key_cache: blocks"),
+    (4, (1, 1), 1, 2**31, 4, "block_tables: room for tokens"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "sequences", "keys", "blocks", "what"), TOO_LARGE)
+def test_sizes_beyond_the_kernels_are_refused(
+    tokens: int, heads: tuple[int, int], sequences: int, keys: int, blocks: int, what: str
+) -> None:
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    query, *rest = decode_of(sequences, keys, heads, blocks)
+    query = jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype)
+    with pytest.raises(ValueError, match=f"paged_attention: {what}: got .*; accepted: at most"):
+        flashxla.explain("paged_attention", query, *rest, platform="cuda")

@@ -146,7 +146,7 @@ ffi::Error ToError(flashxla_status status, ffi::Dictionary attrs) {
       rest.remove_prefix(std::min(rest.size(), argument.size() + 1));
       const std::string_view field = input.name;
       if (message.compare(0, field.size(), field) == 0 &&
-          (message[field.size()] == '[' || message[field.size()] == ' ')) {
+          std::string_view("[ :").find(message[field.size()]) != std::string_view::npos) {
         message.replace(0, field.size(), argument);
         break;
       }

@@ -18,10 +18,16 @@ _LAYOUTS = {code: name for name, code in LAYOUT_CODES.items()}
 
 
 def needs(call: Call, operands: Mapping[str, CTensor]) -> AttentionNeeds:
-    """What a call of attention needs. operands: by native field; their addresses do not matter."""
+    """What a call of attention needs. operands: by native field; their addresses do not matter.
+
+    Raises ValueError for sizes that the kernels do not take.
+    """
     results = zip(ATTENTION.results, call.results, strict=False)
     tensors = {slot: CTensor.of(DTYPE_CODES[r.dtype], r.shape) for slot, r in results}
-    return native.library("cuda").attention_needs({**operands, **tensors}, dict(call.attributes))
+    try:
+        return native.library("cuda").attention_needs({**operands, **tensors}, dict(call.attributes))
+    except ValueError as error:
+        raise ValueError(call.user_message(str(error))) from None
 
 
 def needs_of(call: Call, avals: Mapping[str, Aval]) -> AttentionNeeds:

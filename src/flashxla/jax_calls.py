@@ -110,11 +110,10 @@ def _planned_attention(call: Call, *operands: jax.Array) -> list[jax.Array]:
     by_slot = dict(zip(slots, operands, strict=True))
     avals = {slot: _aval(operand) for slot, operand in by_slot.items()}
     needs = cuda_attention.needs_of(call, avals)
-    names = {slot: name for name, slot in call.operands}
-
+    names = call.labels
     planned = [slot for slot in ATTENTION_PLAN.inputs if slot in by_slot]
     attributes = ATTENTION_PLAN.ffi_attributes(
-        call.op.name,
+        call.op.function,
         {slot: names[slot] for slot in planned},
         ATTENTION_PLAN.results,
         cuda_attention.plan_scalars(call, avals, needs.engines),
@@ -128,7 +127,7 @@ def _planned_attention(call: Call, *operands: jax.Array) -> list[jax.Array]:
 
     results = (*ATTENTION.results[: len(call.results)], "workspace")
     scalars = {**dict(call.attributes), "engines": needs.engines}
-    attributes = ATTENTION.ffi_attributes(call.op.name, {**names, "plan": "plan"}, results, scalars)
+    attributes = ATTENTION.ffi_attributes(call.op.function, {**names, "plan": "plan"}, results, scalars)
     avals_out = (*call.results, Aval((needs.bytes_with_a_plan,), "uint8"))
     return _ffi_call(ATTENTION.target, avals_out, (*operands, plan), attributes)[:-1]
 

@@ -76,7 +76,9 @@ def checked(op: Op, args: Values) -> Values:
     Raises TypeError.
     """
     odd = [
-        i for i, (arg, types) in enumerate(zip(args, _EXACT_TYPES[op.name], strict=True)) if type(arg) not in types
+        i
+        for i, (arg, types) in enumerate(zip(args, _EXACT_TYPES[op.name], strict=True))
+        if type(arg) not in types
     ]
     if not odd:
         return args
@@ -136,7 +138,7 @@ def run(op: Op, platform: str, values: Values) -> list[torch.Tensor]:
         args.workspace.address = workspace.data_ptr()
     problem = native.library(platform).run(op.native, args, **_CONTEXTS[platform](first))
     if problem:
-        raise ValueError(f"{op.function}: {op.user_message(problem)}")
+        raise ValueError(prepared.call.user_message(problem))
     if prepared.updated:
         mark_updated([values[i] for i in prepared.updated])
     return results

@@ -12,10 +12,29 @@ from tests.checks import TOLERANCE, assert_close, assert_same_bits
 
 Array = np.ndarray
 
-S, T, M, PAGE, HEADS, KV_HEADS, DIM = 6, 64, 16, 16, 8, 2, 128
+S, T, M, HEADS, KV_HEADS, DIM = 6, 320, 24, 8, 2, 128
 BLOCKS = S * M + 3
 SCALE = DIM**-0.5
-KINDS = ("decode", "mixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of step: the queries of a sequence, and the engine of its many queries on a Hopper GPU."""
+
+    queries: tuple[tuple[int, int], ...]  # ranges, one of which each sequence draws from
+    engine: str
+    dtype: type = ml_dtypes.bfloat16
+    page: int = 16
+
+
+KINDS = {
+    "decode": Kind(((1, 1),), "wide"),  # of which there are none
+    "speculation": Kind(((1, 10),), "wide"),
+    "wide": Kind(((48, 150),), "wide"),
+    "tile": Kind(((17, 70),), "tile", page=4),
+    "mixed": Kind(((1, 1), (1, 10), (17, 47), (48, 120)), "wide"),
+    "float32": Kind(((1, 1), (1, 60)), "simt", np.float32),
+}
 
 
 @dataclasses.dataclass
@@ -32,31 +51,42 @@ class Step:
     num_seqs: Array
 
 
-def normal(rng: np.random.Generator, *shape: int) -> Array:
-    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+def normal(rng: np.random.Generator, kind: str, *shape: int) -> Array:
+    return rng.standard_normal(shape, np.float32).astype(KINDS[kind].dtype)
 
 
-def empty_caches(rng: np.random.Generator) -> tuple[Array, Array]:
+def empty_caches(rng: np.random.Generator, kind: str) -> tuple[Array, Array]:
     """Caches of random numbers."""
-    key_cache, value_cache = (normal(rng, BLOCKS, PAGE, KV_HEADS, DIM) for _ in "kv")
+    key_cache, value_cache = (normal(rng, kind, BLOCKS, KINDS[kind].page, KV_HEADS, DIM) for _ in "kv")
     return key_cache, value_cache
 
 
+def _queries(rng: np.random.Generator, kind: str) -> Array:
+    """The queries of each sequence: as many sequences as fit, up to a random number."""
+    ranges = KINDS[kind].queries
+    queries: list[int] = []
+    for _ in range(rng.integers(1, S, endpoint=True)):
+        count = int(rng.integers(*ranges[rng.integers(len(ranges))], endpoint=True))
+        if sum(queries) + count <= T:
+            queries.append(count)
+    return np.array(queries)
+
+
 def step(rng: np.random.Generator, kind: str) -> Step:
-    """Random lengths, pages and number of sequences; mixed: decoding and prefilling ones."""
-    count = int(rng.integers(1, S + 1))
-    queries = np.ones(count, int) if kind == "decode" else rng.integers(1, T // S + 1, count)
-    lengths = queries + rng.integers(0, M * PAGE - T // S, count)
+    """Random lengths, pages and number of sequences."""
+    queries, page = _queries(rng, kind), KINDS[kind].page
+    count = len(queries)
+    lengths = queries + rng.integers(0, M * page - queries.max(), count)
     table = rng.permutation(BLOCKS)[: S * M].reshape(S, M)
     slots = np.full(T, -1)
     starts = np.concatenate([[0], np.cumsum(queries), np.full(S - count, queries.sum())])
     for s in range(count):
         positions = np.arange(lengths[s] - queries[s], lengths[s])
-        slots[starts[s] : starts[s + 1]] = table[s, positions // PAGE] * PAGE + positions % PAGE
+        slots[starts[s] : starts[s + 1]] = table[s, positions // page] * page + positions % page
     return Step(
-        query=normal(rng, T, HEADS, DIM),
-        key=normal(rng, T, KV_HEADS, DIM),
-        value=normal(rng, T, KV_HEADS, DIM),
+        query=normal(rng, kind, T, HEADS, DIM),
+        key=normal(rng, kind, T, KV_HEADS, DIM),
+        value=normal(rng, kind, T, KV_HEADS, DIM),
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32),
         lengths=np.pad(lengths, (0, S - count)).astype(np.int32),
@@ -73,4 +103,4 @@ def check(now: Step, old: tuple[Array, Array], new: tuple[Array, Array], out: Ar
     wanted = reference.paged_attention(
         now.query, expected, now.lengths, now.table, now.starts, now.num_seqs, SCALE, layout="NHD"
     )
-    assert_close(out, wanted, TOLERANCE["bf16"])
+    assert_close(out, wanted, TOLERANCE["f32" if out.dtype == np.float32 else "bf16"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashxla
 from tests.cuda import steps
 from tests.frontends import TorchFrontend
 
@@ -16,11 +17,12 @@ from tests.frontends import TorchFrontend
 class TorchStep:
     """A step in PyTorch, on buffers that stay."""
 
-    def __init__(self, rng: np.random.Generator, op: str) -> None:
+    def __init__(self, rng: np.random.Generator, op: str, kind: str) -> None:
         self.frontend = TorchFrontend("cuda")
         self.op = op
-        self.caches = tuple(map(self.frontend.tensor, steps.empty_caches(rng)))
-        first = dataclasses.asdict(steps.step(rng, "decode"))
+        self.page = steps.KINDS[kind].page
+        self.caches = tuple(map(self.frontend.tensor, steps.empty_caches(rng, kind)))
+        first = dataclasses.asdict(steps.step(rng, kind))
         self.inputs = {name: self.frontend.tensor(array) for name, array in first.items()}
         self.out: Any = None
 
@@ -28,26 +30,21 @@ class TorchStep:
         for name, array in dataclasses.asdict(now).items():
             self.inputs[name].copy_(self.frontend.tensor(array))
 
-    def run(self) -> None:
+    def call(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The function that attends, and its arguments."""
         fx, x = self.frontend.fx, self.inputs
-        fx.reshape_and_cache_flash(x["key"], x["value"], *self.caches, x["slots"])
         if self.op == "paged_attention":
-            self.out = fx.paged_attention(
-                x["query"], self.caches, x["lengths"], x["table"], x["starts"], x["num_seqs"], steps.SCALE
-            )
-            return
-        self.out = fx.flash_attn_varlen_func(
-            x["query"],
-            *self.caches,
-            steps.T,
-            x["starts"],
-            steps.M * steps.PAGE,
-            seqused_k=x["lengths"],
-            block_table=x["table"],
-            num_seqs=x["num_seqs"],
-            softmax_scale=steps.SCALE,
-            causal=True,
-        )
+            meta = (x["lengths"], x["table"], x["starts"], x["num_seqs"])
+            return fx.paged_attention, (x["query"], self.caches, *meta, steps.SCALE), {}
+        arguments = (x["query"], *self.caches, steps.T, x["starts"], steps.M * self.page)
+        named = {"seqused_k": x["lengths"], "block_table": x["table"], "num_seqs": x["num_seqs"]}
+        return fx.flash_attn_varlen_func, arguments, named | {"softmax_scale": steps.SCALE, "causal": True}
+
+    def run(self) -> None:
+        x = self.inputs
+        self.frontend.fx.reshape_and_cache_flash(x["key"], x["value"], *self.caches, x["slots"])
+        function, arguments, named = self.call()
+        self.out = function(*arguments, **named)
 
     def check(self, now: steps.Step, run: Callable[[], None]) -> None:
         old = tuple(map(self.frontend.array, self.caches))
@@ -61,7 +58,10 @@ class TorchStep:
 @pytest.mark.parametrize("op", ["flash_attn_varlen_func", "paged_attention"])
 def test_torch_graph(torch: Any, rng: np.random.Generator, op: str, kind: str) -> None:
     """Replays after lengths, tables, slots and num_seqs changed in place."""
-    state = TorchStep(rng, op)
+    state = TorchStep(rng, op, kind)
+    function, arguments, named = state.call()
+    served = flashxla.explain(function, *arguments, **named)
+    assert served.many_queries.startswith(steps.KINDS[kind].engine), served
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
@@ -76,7 +76,7 @@ def test_torch_graph(torch: Any, rng: np.random.Generator, op: str, kind: str) -
 
 def test_torch_side_stream(torch: Any, rng: np.random.Generator) -> None:
     """Work goes to the current stream: behind what is there, and not to the default one."""
-    state = TorchStep(rng, "paged_attention")
+    state = TorchStep(rng, "paged_attention", "mixed")
     now = steps.step(rng, "mixed")
     old = tuple(map(state.frontend.array, state.caches))
     arrays = {name: state.frontend.tensor(array) for name, array in dataclasses.asdict(now).items()}
@@ -98,7 +98,7 @@ def test_torch_other_device(torch: Any, rng: np.random.Generator) -> None:
     """Tensors on a device that is not the current one."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    state = TorchStep(rng, "paged_attention")
+    state = TorchStep(rng, "paged_attention", "mixed")
     state.inputs = {name: x.to("cuda:1") for name, x in state.inputs.items()}
     state.caches = tuple(x.to("cuda:1") for x in state.caches)
     state.check(steps.step(rng, "mixed"), state.run)
@@ -124,7 +124,7 @@ def test_jax_command_buffers(jax: Any, rng: np.random.Generator, kind: str) -> N
     import flashxla.jax as fx
 
     program = jax.jit(jax_layers(fx, 2), donate_argnums=1)
-    caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng))) for _ in range(2)]
+    caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng, kind))) for _ in range(2)]
     pointers = [x.unsafe_buffer_pointer() for pair in caches for x in pair]
     for _ in range(6):
         now = steps.step(rng, kind)
@@ -139,7 +139,7 @@ def test_jax_layers_share_a_plan(jax: Any, rng: np.random.Generator) -> None:
     import flashxla.jax as fx
     from flashxla.doctor import hlo
 
-    caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng))) for _ in range(3)]
+    caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng, "mixed"))) for _ in range(3)]
     now = dataclasses.asdict(steps.step(rng, "mixed"))
     compiled = jax.jit(jax_layers(fx, 3), donate_argnums=1).lower(now, caches).compile()
     program = hlo.Program("layers", compiled.as_text(), 0)

@@ -181,18 +181,19 @@ flashxla_status CheckSizes(const flashxla_attention_args& args) {
   const int64_t sequences = args.cu_seqlens_q.shape[0] - 1;
   const int64_t keys = args.block_table.data ? args.block_table.shape[1] : 1;  // blocks of a row
   auto refuse = [](const char* what, int64_t got) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "%s %" PRId64 ", more than %" PRId64, what, got,
-                    kMost);
+    return SetError(FLASHXLA_INVALID_ARGUMENT, "%s: got %" PRId64 "; accepted: at most %" PRId64,
+                    what, got, kMost);
   };
   // Products of two numbers below 2^31 do not overflow 64 bits.
-  if (tokens > kMost || tokens * heads > kMost) return refuse("q has rows:", tokens * heads);
+  if (tokens > kMost || tokens * heads > kMost)
+    return refuse("q: tokens times heads", tokens * heads);
   if (sequences > kMost || sequences * heads > kMost) {
-    return refuse("cu_seqlens_q has sequences times heads:", sequences * heads);
+    return refuse("cu_seqlens_q: sequences times heads", sequences * heads);
   }
-  if (k.num_blocks > kMost) return refuse("k has blocks:", k.num_blocks);
-  if (k.block_size > kMost) return refuse("k has keys in a block:", k.block_size);
+  if (k.num_blocks > kMost) return refuse("k: blocks", k.num_blocks);
+  if (k.block_size > kMost) return refuse("k: tokens of a block", k.block_size);
   if (keys > kMost || keys * k.block_size > kMost) {
-    return refuse("block_table has room for keys:", keys * k.block_size);
+    return refuse("block_table: room for tokens", keys * k.block_size);
   }
   return FLASHXLA_OK;
 }

@@ -157,12 +157,25 @@ class Call:
         """The native function that runs it."""
         return self.op.native
 
+    @functools.cached_property
+    def labels(self) -> dict[str, str]:
+        """What the caller calls each operand, by native field."""
+        given = {name for name, _ in self.operands}
+        return {slot: self.op.label(name, given.__contains__) for name, slot in self.operands}
+
+    def user_message(self, message: str) -> str:
+        """A native message in the caller's words: with the function, and its name for the field it starts with."""
+        for slot, label in self.labels.items():
+            if message.startswith((f"{slot}[", f"{slot} ", f"{slot}:")):
+                message = label + message[len(slot) :]
+                break
+        return f"{self.op.function}: {message}"
+
     @property
     def ffi_attributes(self) -> dict[str, int | float | str]:
         """The attributes of the custom call."""
-        names = {slot: name for name, slot in self.operands}
         results = self.native.results[: len(self.results)]
-        return self.native.ffi_attributes(self.op.function, names, results, dict(self.attributes))
+        return self.native.ffi_attributes(self.op.function, self.labels, results, dict(self.attributes))
 
 
 class Inputs:
@@ -276,13 +289,6 @@ class Op:
             if tensor.name == argument and tensor.named_beside and is_given(tensor.named_beside[1]):
                 return tensor.named_beside[0]
         return argument
-
-    def user_message(self, message: str) -> str:
-        """A native message with the field that it starts with under its name in this op."""
-        for tensor in self.tensors:
-            if message.startswith((f"{tensor.slot}[", f"{tensor.slot} ")):
-                return tensor.name + message[len(tensor.slot) :]
-        return message
 
     def resolve(self, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> Call:
         """Check a call and resolve it. Raises TypeError and ValueError."""

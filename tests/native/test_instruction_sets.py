@@ -1,0 +1,83 @@
+"""The conformance tests on each instruction set that this machine has; the best one has them all in tests/ops."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashxla import native
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("baseline", "avx2", "avx512")  # each has what those before it have
+CONFORMANCE = (
+    "test_flash_attn_varlen.py",
+    "test_paged_attention.py",
+    "test_kv_cache.py",
+    "test_merge_states.py",
+    "test_engines.py",
+    "test_strides.py",
+    "test_index_tensors.py",
+    "test_random_calls.py",
+)
+
+pytest.importorskip("torch")
+
+
+def in_a_process(name: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FLASHXLA_CPU_ISA": name}
+    for variable in [v for v in environment if v.startswith("PYTEST_")]:
+        del environment[variable]
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+
+
+SAY = "from flashxla import native; print(native.library('cpu').instruction_set)"
+
+
+def others() -> list[str]:
+    """What this machine has beside its best."""
+    with_none_named = {k: v for k, v in os.environ.items() if k != "FLASHXLA_CPU_ISA"}
+    best = subprocess.check_output([sys.executable, "-c", SAY], env=with_none_named, text=True).strip()
+    return list(NAMES[: NAMES.index(best)])
+
+
+@pytest.mark.parametrize("name", others())
+def test_conformance(request: pytest.FixtureRequest, name: str) -> None:
+    option = request.config.option
+    if option.device != "cpu":
+        pytest.skip("the CPU's instruction sets")
+    files = [str(ROOT / "tests" / "ops" / file) for file in CONFORMANCE]
+    options = ("-q", "-p", "no:cacheprovider", "--frontends", "torch", "--random-seconds", "8")
+    thinned = ("--one-in", str(option.one_in_on_other_isas), "--seed", str(option.seed))
+    done = in_a_process(name, "-m", "pytest", *files, *options, *thinned)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 3000 / option.one_in_on_other_isas, done.stdout[-500:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_chosen(name: str) -> None:
+    done = in_a_process(name, "-c", SAY)
+    if name in (*others(), native.library("cpu").instruction_set):
+        assert done.stdout.strip() == name, done.stderr
+    else:
+        assert (
+            f"ValueError: FLASHXLA_CPU_ISA: got '{name}'; accepted on this machine: baseline" in done.stderr
+        )
+
+
+@pytest.mark.parametrize("name", ["sse", "AVX2", "avx2 "])
+def test_a_wrong_name_is_refused(name: str) -> None:
+    code = (
+        "import torch, flashxla.torch as fx\nz = torch.zeros(1, 1, 1)\nfx.merge_attn_states(z, z[0], z, z[0])"
+    )
+    done = in_a_process(name, "-c", code)
+    assert done.returncode == 1
+    message = rf"merge_attn_states: FLASHXLA_CPU_ISA: got '{name}'; accepted on this machine: baseline.*"
+    assert re.search(message, done.stderr), done.stderr

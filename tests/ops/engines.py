@@ -1,0 +1,29 @@
+"""Which engine of the CUDA library serves a call: the library says so without a GPU too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashxla
+from flashxla import native
+from tests.batches import Arguments, Case, flash_attn_arguments, paged_attention_arguments
+from tests.frontends import Frontend, TorchFrontend, has_arrays, map_arrays
+
+ONE_TENSOR = ("interleaved", "packed_HND", "packed_NHD", "stacked")
+
+
+def call_of(rng: Any, case: Case) -> tuple[str, Arguments]:
+    """The operation that serves a case, and its arguments. Caches of one tensor are paged_attention's."""
+    if case.layout in ONE_TENSOR:
+        return "paged_attention", paged_attention_arguments(rng, case)
+    return "flash_attn_varlen_func", flash_attn_arguments(rng, case)
+
+
+def served_by(frontend: Frontend, function: str, arguments: Arguments) -> tuple[str, str] | None:
+    """The engines of few and of many queries; None where the CUDA library is not installed."""
+    if not native.is_installed("cuda"):
+        return None
+    assert isinstance(frontend, TorchFrontend)
+    given = {k: map_arrays(frontend.tensor, v) if has_arrays(v) else v for k, v in arguments.items()}
+    got = flashxla.explain(getattr(frontend.fx, function), platform="cuda", **given)
+    return got.few_queries.partition(":")[0], got.many_queries.partition(":")[0]

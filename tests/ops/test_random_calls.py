@@ -1,0 +1,288 @@
+"""Random calls of every operation with every argument, against float64, each twice for equal bits.
+
+Each kind of call gets a share of --random-seconds, and says how many it made. A failure names the call; to repeat it:
+
+    pytest tests/ops/test_random_calls.py --seed SEED --random-only NUMBER -k KIND
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import reference
+from tests.batches import Arguments, Case, empty_caches, normal
+from tests.checks import DTYPES, LSE_TOLERANCE, TOLERANCE, assert_attention, assert_close, assert_same_bits
+from tests.frontends import TorchFrontend
+from tests.ops.engines import ONE_TENSOR, call_of, served_by
+
+Rng = np.random.Generator
+Lens = tuple[tuple[int, int], ...]
+LAYOUTS = ("NHD", "HND", *ONE_TENSOR)
+FP8 = ("e4m3", "e5m2", "u8:e4m3", "u8:e5m2")
+SIXTEEN = ("bf16", "f16")
+
+
+def pick(rng: Rng, *choices: Any) -> Any:
+    return choices[rng.integers(len(choices))]
+
+
+def lens_of(rng: Rng, queries: np.ndarray, most_keys: int) -> Lens:
+    """Most sequences have their queries' keys and more; some have none, or fewer."""
+    more = rng.integers(-3, most_keys, len(queries), endpoint=True)
+    keys = np.where(rng.random(len(queries)) < 0.05, 0, np.maximum(queries + more, 0))
+    return tuple(zip(queries.tolist(), keys.tolist(), strict=True))
+
+
+def few(rng: Rng) -> dict[str, Any]:
+    """Decoding, and a few queries: split."""
+    group = pick(rng, 1, 2, 3, 4, 5, 7, 8, 16, 64, 100)
+    count = min(int(pick(rng, 1, 3, 9, 40, 400)), 400 // group)  # the reference takes a head at a time
+    longest = pick(rng, 1, 1, max(64 // group, 1))
+    return {
+        "lens": lens_of(
+            rng, rng.integers(0, longest, count, endpoint=True), pick(rng, 20, 300, 2000) // count + 9
+        ),
+        "group": group,
+        "dtype": pick(rng, *SIXTEEN),
+        "dim": pick(rng, 64, 128, 256, rng.integers(1, 257)),
+    }
+
+
+def wide(rng: Rng) -> dict[str, Any]:
+    """Many queries, as wide takes them."""
+    queries = rng.permutation(
+        [*rng.integers(48, pick(rng, 64, 130, 130, 300), pick(rng, 1, 1, 2)), *pick(rng, [], [1, 0, 3])]
+    )
+    return {
+        "lens": lens_of(rng, queries.astype(int), pick(rng, 20, 20, 300)),
+        "group": pick(rng, 1, 1, 2, 4),
+        "dtype": pick(rng, *SIXTEEN),
+        "dim": pick(rng, 64, 128, 256, 8 * rng.integers(1, 33)),
+        "page": pick(rng, None, 8, 16, 24, 64),
+        "cache": "same",
+        "alibi": None,
+    }
+
+
+def tile(rng: Rng) -> dict[str, Any]:
+    """Many queries, as wide does not take them: by the page, the head size, ALiBi, fp8 or fewer queries."""
+    why = pick(rng, {"page": 17}, {"page": 1}, {"dim": 46}, {"alibi": "SH"}, {"cache": pick(rng, *FP8)}, {})
+    queries = rng.integers(17, 48, 3) if not why else rng.integers(48, pick(rng, 64, 200), pick(rng, 1, 3))
+    return {
+        "lens": lens_of(rng, queries, 200),
+        "group": pick(rng, 4, 5, 6),
+        "dtype": pick(rng, *SIXTEEN),
+        "dim": pick(rng, 64, 128, 256, rng.integers(1, 257)),
+        **why,
+    }
+
+
+def fp8(rng: Rng) -> dict[str, Any]:
+    """Queries, keys and values of 8 bits, few or many."""
+    base = pick(rng, few, tile)(rng)
+    return {
+        **base,
+        "dtype": pick(rng, "e4m3", "e5m2"),
+        "cache": pick(rng, *FP8),
+        "descale": pick(rng, "1", "H", "SH"),
+    }
+
+
+def float32(rng: Rng) -> dict[str, Any]:
+    """simt."""
+    base = pick(rng, few, tile)(rng)
+    return {**base, "dtype": "f32", "cache": pick(rng, "same", "same", *FP8)}
+
+
+def anything(rng: Rng) -> dict[str, Any]:
+    """Any sizes at all."""
+    return {
+        "lens": lens_of(rng, rng.integers(0, 40, rng.integers(1, 6)), 40),
+        "group": int(rng.integers(1, 5)),
+        "dtype": pick(rng, "f32", *SIXTEEN),
+        "dim": rng.integers(1, 257),
+    }
+
+
+def case_of(rng: Rng, sizes: dict[str, Any]) -> Case:
+    """Sizes, and every other argument as it comes."""
+    given = dict(sizes)
+    kv_heads = int(pick(rng, 1, 1, 2, 3))
+    group = int(given.pop("group"))
+    page = given.setdefault("page", pick(rng, None, 1, 2, 8, 16, 17, 32))
+    layout = pick(rng, *LAYOUTS) if page else "NHD"
+    dtype = given["dtype"]
+    common = {
+        "heads": (kv_heads * group, kv_heads),
+        "cache": pick(rng, "same", "same", *FP8),
+        "layout": layout,
+        "window": (int(pick(rng, -1, -1, rng.integers(0, 200))), int(pick(rng, -1, -1, rng.integers(0, 20)))),
+        "softcap": pick(rng, 0.0, 0.0, 3.0),
+        "descale": pick(rng, None, "1", "H", "SH"),
+        "scale": pick(rng, None, None, 0.3, -0.2),
+        "pad_tokens": pick(rng, 0, 3),
+        "pad_seqs": pick(rng, None, 0, 2),
+    }
+    if layout in ONE_TENSOR:  # what paged_attention takes
+        more = {"causal": True, "window": (common["window"][0], -1), "alibi": None}
+    else:
+        more = {
+            "causal": pick(rng, True, False),
+            "alibi": pick(rng, None, None, "H", "SH"),
+            "sinks": pick(rng, None, "f32", dtype if dtype in TOLERANCE else "bf16"),
+            "leftpad": pick(rng, True, False, False),
+            "used": pick(rng, True, False),
+            "lse": pick(rng, True, True, False),
+        }
+    given = {**common, **more, **given}
+    given["dim"] = int(given["dim"])
+    if layout in ONE_TENSOR:
+        given["alibi"] = None
+    return Case(**given)
+
+
+def attend(frontend: TorchFrontend, rng: Rng, sizes: Callable[[Rng], dict[str, Any]]) -> str:
+    """A random call of attention; returns the engines that served it."""
+    case = case_of(rng, sizes(rng))
+    function, arguments = call_of(rng, case)
+    note(str(case))
+    poison(frontend, case)
+    first = run(frontend, function, arguments)
+    second = run(frontend, function, arguments)
+    if function == "paged_attention":
+        expected = reference.paged_attention_with_lse(**arguments)
+    else:
+        expected = reference.flash_attn_varlen_func(**arguments)
+    queries = arguments["query" if function == "paged_attention" else "q"]
+    assert_attention(first[0], first[1] if len(first) > 1 else None, expected, queries.dtype)
+    same(first, second)
+    return " ".join(sorted(set(served_by(frontend, function, arguments) or ("unknown",))))
+
+
+def write(frontend: TorchFrontend, rng: Rng) -> str:
+    layout, dtype = pick(rng, *LAYOUTS), pick(rng, "f32", *SIXTEEN)
+    kv_cache_dtype = pick(rng, "auto", "auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    heads, dim = int(rng.integers(1, 6)), int(pick(rng, 64, 128, rng.integers(1, 257)))
+    blocks, page = int(rng.integers(1, 9)), int(pick(rng, 1, 8, 16, 17))
+    tokens = int(rng.integers(0, min(blocks * page, 40), endpoint=True))
+    fp8 = {"fp8_e5m2": "e5m2"}.get(kv_cache_dtype, "e4m3")
+    stored = dtype if kv_cache_dtype == "auto" else pick(rng, fp8, "u8")
+    caches = empty_caches(layout, blocks, page, heads, dim, DTYPES[stored])
+    slots = rng.permutation(blocks * page)[:tokens].astype(pick(rng, np.int32, np.int64))
+    slots[rng.random(tokens) < 0.1] = pick(rng, -1, blocks * page, np.iinfo(slots.dtype).max)
+    names = ("key_cache", "value_cache") if len(caches) == 2 else ("kv_cache",)
+    arguments: Arguments = {
+        **{n: normal(rng, (tokens + int(pick(rng, 0, 2)), heads, dim), DTYPES[dtype]) for n in ("key",)},
+        **dict(zip(names, caches, strict=True)),
+        "slot_mapping": slots,
+        "kv_cache_dtype": kv_cache_dtype,
+        "layout": layout,
+    }
+    arguments["value"] = normal(rng, arguments["key"].shape, DTYPES[dtype])
+    if kv_cache_dtype != "auto" and pick(rng, True, False):
+        for name in ("k_scale", "v_scale"):
+            shape = pick(rng, (1,), (heads,))
+            arguments[name] = pick(
+                rng, rng.uniform(0.1, 2, shape).astype(np.float32), float(rng.uniform(0.1, 2))
+            )
+    function = "reshape_and_cache_flash" if len(caches) == 2 else "reshape_and_cache"
+    note(f"{function} {layout} {dtype} {kv_cache_dtype} {caches[0].shape} {slots.shape}")
+    expected = getattr(reference, function)(**arguments)
+    for _ in range(2):
+        same(run(frontend, function, arguments), expected if isinstance(expected, tuple) else (expected,))
+    return function
+
+
+def merge(frontend: TorchFrontend, rng: Rng) -> str:
+    dtype = pick(rng, "f32", *SIXTEEN)
+    tokens, heads, dim = int(rng.integers(0, 40)), int(rng.integers(1, 9)), int(rng.integers(1, 257))
+    arguments: Arguments = {}
+    for part in "ab":
+        out, lse = (
+            normal(rng, (tokens, heads, dim), DTYPES[dtype]),
+            rng.normal(0, pick(rng, 1, 30), (heads, tokens)),
+        )
+        lse += pick(rng, 0, 0, 1e4, -1e5)
+        empty = rng.random(lse.shape) < 0.1
+        lse[empty], out[empty.T] = pick(rng, -np.inf, np.inf), np.nan
+        arguments |= {f"out_{part}": out, f"lse_{part}": lse.astype(np.float32)}
+    note(f"merge_attn_states {dtype} {tokens} {heads} {dim}")
+    first = run(frontend, "merge_attn_states", arguments)
+    expected_out, expected_lse = reference.merge_attn_states(**arguments)
+    assert_close(first[0], expected_out, TOLERANCE[dtype])
+    assert_close(first[1], expected_lse, LSE_TOLERANCE, "lse")
+    same(first, run(frontend, "merge_attn_states", arguments))
+    return "merge_attn_states"
+
+
+# name: (a call, the engines of which each must have served one)
+KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = {
+    "few": (lambda f, rng: attend(f, rng, few), ("split",)),
+    "wide": (lambda f, rng: attend(f, rng, wide), ("split", "wide")),
+    "tile": (lambda f, rng: attend(f, rng, tile), ("split", "tile")),
+    "fp8": (lambda f, rng: attend(f, rng, fp8), ("split", "tile")),
+    "float32": (lambda f, rng: attend(f, rng, float32), ("simt",)),
+    "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "split", "wide", "tile")),
+    "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
+    "merge": (merge, ("merge_attn_states",)),
+}
+_LAST = [""]
+
+
+def note(call: str) -> None:
+    """Remember what is being called, for the message of a failure."""
+    _LAST[0] = call
+
+
+def run(frontend: TorchFrontend, function: str, arguments: Arguments) -> tuple[Any, ...]:
+    result = getattr(frontend, function)(**arguments)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def same(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    for x, y in zip(first, second, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            assert_same_bits(np.asarray(y), np.asarray(x), "a second run")
+
+
+def poison(frontend: TorchFrontend, case: Case) -> None:
+    """Leave NaNs in the memory that the allocator is likely to give to the result."""
+    dtype = {"f32": "float32", "f16": "float16"}.get(case.dtype, "bfloat16")
+    tokens = sum(len_q for len_q, _ in case.lens) + case.pad_tokens
+    out = frontend.torch.empty(
+        (tokens, case.heads[0], case.dim),
+        dtype=getattr(frontend.torch, dtype),
+        device=frontend.target_device(),
+    )
+    out.fill_(float("nan"))
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_calls(request: pytest.FixtureRequest, frontend: TorchFrontend, kind: str) -> None:
+    option = request.config.option
+    seconds = option.random_seconds / len(KINDS)
+    call, engines = KINDS[kind]
+    served: collections.Counter[str] = collections.Counter()
+    deadline, number = time.monotonic() + seconds, 0
+    while time.monotonic() < deadline or number < 5:
+        if option.random_only in (None, number):
+            rng = np.random.default_rng([option.seed, sorted(KINDS).index(kind), number])
+            try:
+                served[call(frontend, rng)] += 1
+            except Exception as error:
+                raise AssertionError(f"call {number} of seed {option.seed}: {kind}: {_LAST[0]}") from error
+        elif number > option.random_only:
+            return
+        number += 1
+    print(f"{kind}: {number} calls of seed {option.seed}: {dict(served)}")
+    if option.device == "cuda":
+        met = {engine for names in served for engine in names.split()}
+        assert set(engines) <= met, f"{served}: too few calls to meet {engines}"
