@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashxla import native
-from flashxla.doctor import probe
+from flashxla.doctor import kernels, probe
 from flashxla.xla import gpu, pjrt_adapter
 
 PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "transformers")
@@ -67,6 +67,7 @@ def _findings() -> Iterator[Finding]:
         else:
             yield Finding(f"native library ({name})", None, f"not installed; {native.HOW_TO_BUILD[name]}")
     yield _try("XLA runtime of jaxlib", _jax_runtime)
+    yield from _kernels()
     yield from _torch_xla()
     yield _try("in place: jax", functools.partial(_in_place, "jax"))
     yield _torch_cuda()
@@ -94,6 +95,40 @@ def _jax_runtime() -> tuple[bool, str]:
 
     registration.register_jax()
     return True, f"devices: {', '.join(map(str, jax.devices()))}; targets registered"
+
+
+def _kernels() -> Iterator[Finding]:
+    """Every kind of kernel, on each device, through each framework that has it."""
+    found = [("jax", "cpu")]
+    if any(name in _jax_platforms() for name in ("gpu", "cuda")):
+        found.append(("jax", "cuda"))
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        found.append(("torch", "cpu"))
+        if torch.cuda.is_available():
+            found.append(("torch", "cuda"))
+    for framework, device in found:
+        if native.is_installed(device):
+            yield _try(
+                f"kernels: {framework} on {device}", functools.partial(_run_kernels, framework, device)
+            )
+
+
+def _jax_platforms() -> set[str]:
+    import jax
+
+    return {device.platform for device in jax.devices()}
+
+
+def _run_kernels(framework: str, device: str) -> tuple[bool, str]:
+    rows = kernels.run(framework, device)
+    by_kernel: dict[str, list[str]] = {}
+    for row in rows:
+        by_kernel.setdefault(row.kernels, []).append(row.call)
+    wrong = [f"WRONG: {row.call}: {row.error:.3g} times the error it may have" for row in rows if not row.ok]
+    text = f"{len(rows) - len(wrong)} of {len(rows)} kinds of call right, by {'; '.join(by_kernel)}"
+    return not wrong, "\n".join([text, *wrong])
 
 
 def _torch_xla() -> Iterator[Finding]:
