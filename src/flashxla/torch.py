@@ -278,11 +278,14 @@ def from_dlpack(external: Any) -> torch.Tensor:
             where PyTorch/XLA runs on one, else on the CPU. It must not change while XLA reads it.
 
     Returns:
-        A tensor on torch_xla's device, whose buffer is external's memory and keeps it alive. flashxla's in-place
-        operations update that memory; other operations make new tensors.
+        A tensor on torch_xla's device, whose buffer is external's memory and keeps it alive. On a GPU flashxla's
+        in-place operations update that memory; on the CPU the first update gives the tensor new memory. Other
+        operations make new tensors.
 
     Raises:
-        TypeError, ValueError: no DLPack tensor, another device, strides, or a type that DLPack has no code for.
+        TypeError, ValueError: no DLPack tensor, another device, strides, an address that XLA does not take, or a type
+            that it has not.
+        RuntimeError: in SPMD mode on the CPU.
     """
     from flashxla.xla import dlpack
 
@@ -292,8 +295,8 @@ def from_dlpack(external: Any) -> torch.Tensor:
 def to_dlpack(tensor: torch.Tensor) -> Any:
     """An XLA tensor for another framework's from_dlpack: torch.from_dlpack(fx.to_dlpack(x)); nothing is copied.
 
-    Waits until the tensor is computed. While the other framework holds the memory, update the tensor by flashxla's
-    in-place operations only; it sees their updates after a sync.
+    Computes what is pending on the tensor's device, and waits for it. While the other framework holds the memory,
+    update the tensor by flashxla's in-place operations only; it sees their updates after a sync.
 
     Raises:
         TypeError, ValueError: no XLA tensor, or a type that DLPack has no code for.

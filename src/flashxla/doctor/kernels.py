@@ -108,7 +108,8 @@ def _check(
     served = flashxla.explain(framework.fx.paged_attention, *arguments, platform=device)
     kernels = served.few_queries if call.startswith("decode") else served.many_queries
     out = framework.values(framework.fx.paged_attention(*arguments))
-    expected = _reference(framework.values(query), *map(framework.values, caches), table, batch)
+    keys, values = map(framework.values, caches)
+    expected = _reference(framework.values(query), keys, values, table, batch)
     tolerance = TOLERANCE[q_dtype if q_dtype in TOLERANCE else "bfloat16"] * np.abs(expected).max()
     return Kernel(call, kernels, float(np.abs(out - expected).max() / tolerance))
 
