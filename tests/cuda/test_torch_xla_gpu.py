@@ -93,3 +93,25 @@ def test_a_tensor_of_the_cpu_is_refused(fx: Any) -> None:
         ValueError, match=r"from_dlpack: external: got a tensor on DLPack device \(1, 0\); accepted"
     ):
         fx.from_dlpack(torch.zeros(3))
+
+
+def test_a_misaligned_view_is_refused(fx: Any, jax: Any) -> None:
+    """XLA takes addresses that are multiples of 16 bytes."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA, and JAX's arrays are aligned")
+    with pytest.raises(ValueError, match="from_dlpack: external: .*16"):
+        fx.from_dlpack(torch.zeros(9, device="cuda")[1:])
+
+
+def test_a_pending_write_goes_out(fx: Any, torch_xla: Any, jax: Any) -> None:
+    """to_dlpack computes all that is pending, so that the value cache of the same write stays whole."""
+    import torch
+
+    device = torch_xla.device()
+    key, slots = torch.ones(2, 1, 8, device=device), torch.tensor([1, 5], device=device)
+    key_cache, value_cache = (torch.zeros(2, 4, 1, 8, device=device) for _ in "kv")
+    fx.reshape_and_cache_flash(key, 2 * key, key_cache, value_cache, slots)
+    keys = jax.dlpack.from_dlpack(fx.to_dlpack(key_cache))
+    values = jax.dlpack.from_dlpack(fx.to_dlpack(value_cache))
+    assert np.asarray(keys).sum() == 16 and np.asarray(values).sum() == 32
