@@ -100,7 +100,7 @@ def test_a_misaligned_view_is_refused(fx: Any, jax: Any) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA, and JAX's arrays are aligned")
-    with pytest.raises(ValueError, match="from_dlpack: external: .*16"):
+    with pytest.raises(ValueError, match=r"from_dlpack: external: .*16"):
         fx.from_dlpack(torch.zeros(9, device="cuda")[1:])
 
 
