@@ -20,3 +20,12 @@ def run(*options: str) -> int:
 def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
     code = run(*options, "--json", "-")
     return code, json.loads(capsys.readouterr().out)
+
+
+def run_error(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The message of a command that must end with exit code 2 and one line."""
+    assert run(*options) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("flashxla generate: error: ")
+    return lines[0].removeprefix("flashxla generate: error: ")

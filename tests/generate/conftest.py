@@ -1,7 +1,8 @@
-"""Skips the folder where its dependencies are missing, and keeps PyTorch to one thread."""
+"""Skips the folder where its dependencies are missing, and keeps what tests leave in PyTorch from the next."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> Iterator[None]:
+    yield
+    # torch.compile refuses to compile one function for the many models of one process.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

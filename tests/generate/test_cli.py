@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -16,9 +19,10 @@ from transformers import (
     MambaConfig,
     PreTrainedConfig,
 )
+from transformers.models.llama import modeling_llama
 
 from tests.generate import checkpoints
-from tests.generate.command_line import run, run_json
+from tests.generate.command_line import run, run_error, run_json
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,14 @@ from tests.generate.command_line import run, run_json
     [
         (("--model", "/nowhere"), "--model: got /nowhere; accepted: a folder that holds a checkpoint"),
         (("--max-seqs", "9", "--max-batch-tokens", "8"), "--max-batch-tokens: got 8; accepted: at least"),
+        (
+            ("--max-length", "513"),
+            "--max-length: got 513; accepted: at most 512, the longest that the model takes",
+        ),
+        (
+            ("--max-length", "161", "--num-blocks", "10"),
+            "--max-length: got 161; accepted: at most 160, --num-blocks times --block-size",
+        ),
         (("--num-blocks", "1", "--prompt", "x" * 20), "prompt 1: got 21 tokens; accepted: at most 16"),
         (("--prompt", "ok", "x" * 600), "prompt 2: got 601 tokens; accepted: at most 512"),
         (("--verify", "--temperature", "1"), "--verify: got --temperature 1.0"),
@@ -57,14 +69,14 @@ def test_missing_packages_are_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     assert run("--frontend", "lazy") == 2
-    assert "pip install 'flashxla[torch-xla]'" in capsys.readouterr().err
+    assert "pip install '.[generate,torch-xla]' in a checkout of flashxla" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "transformers", None)
     for module in [name for name in sys.modules if name.startswith("flashxla.generate.")]:
         if module != "flashxla.generate.cli" and module != "flashxla.generate.errors":
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr("flashxla.generate.command", raising=False)
     assert run("--frontend", "torch") == 2
-    assert "flashxla[generate,torch]" in capsys.readouterr().err
+    assert "transformers is not installed: pip install '.[generate]' in a checkout" in capsys.readouterr().err
 
 
 _TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -106,7 +118,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_folder_that_does_not_load_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     BertConfig().save_pretrained(tmp_path)
     assert run("--frontend", "torch", "--model", str(tmp_path)) == 2
-    assert f"--model: {tmp_path} could not be loaded" in capsys.readouterr().err
+    assert f"--model: the model in {tmp_path} could not be loaded" in capsys.readouterr().err
 
 
 def test_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,5 +141,62 @@ def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     _, printed = run_json(capsys, *options)
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["prompts"] == printed["prompts"]
-    assert run(*options, "--json", str(tmp_path / "no" / "out.json")) == 2
-    assert "--json: could not write" in capsys.readouterr().err
+
+
+def test_a_file_for_json_is_looked_at_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flashxla.generate.command.run", None)
+    assert "--json: got '/nowhere/x.json'" in run_error(capsys, "--json", "/nowhere/x.json")
+
+
+def test_text_is_not_lost_with_the_file_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    # A file that can be opened, on a disk that is full.
+    assert run("--frontend", "torch", "--max-new-tokens", "4", "--prompt", "ab", "--json", "/dev/full") == 2
+    printed = capsys.readouterr()
+    assert "--json: got '/dev/full': No space left on device" in printed.err
+    assert "--- prompt 1\nab" in printed.out
+    assert "4 tokens in " in printed.out
+
+
+@pytest.mark.parametrize("options", [(), ("--json", "-")], ids=["text", "json"])
+def test_standard_output_need_not_be_utf8(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run("--frontend", "torch", "--max-new-tokens", "2", "--prompt", "é€", *options) == 0
+    out.seek(0)
+    if options:
+        assert json.load(out)["prompts"][0]["prompt"] == "é€"
+    else:
+        assert "--- prompt 1\n??" in out.read()
+
+
+def test_a_reader_that_has_enough_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert run("--frontend", "torch", "--max-new-tokens", "2") == 141
+        # Python does the same when it exits.
+        print("more", flush=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_torch_compile_cannot_trace_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch_xla")
+    forward = modeling_llama.LlamaMLP.forward
+
+    def untraceable(*args: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return forward(*args)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", untraceable)
+    message = run_error(capsys, "--frontend", "openxla", "--prompt", "a")
+    assert message.startswith(
+        "--frontend: got openxla with a model that torch.compile cannot make one program of: "
+    )
+    assert message.endswith("accepted: --frontend lazy or torch with this model")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from flashxla.generate.checkpoint import DEFAULT_MODEL
 from flashxla.generate.detokenizer import Detokenizer
-from flashxla.generate.model import DEFAULT_MODEL
 from tests.generate.command_line import run_json
 
 MAX_BYTES = 8_000_000

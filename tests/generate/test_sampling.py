@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flashxla.generate.errors import GenerateError
-from flashxla.generate.sampling import Sampler, SamplingOptions
+from flashxla.generate.options import SamplingOptions
+from flashxla.generate.sampling import Sampler
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flashxla.generate.batch import token_buckets
 from flashxla.generate.engine import Engine
 from flashxla.generate.errors import GenerateError
-from flashxla.generate.sampling import SamplingOptions
+from flashxla.generate.options import SamplingOptions
 from flashxla.generate.scheduler import Limits, Scheduler
 from flashxla.generate.sequence import Sequence
 from tests.generate.fake_runner import VOCABULARY, FakeRunner, next_token

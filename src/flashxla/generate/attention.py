@@ -11,11 +11,16 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from transformers import AttentionInterface, PreTrainedModel
 
 import flashxla.torch as fx
-from flashxla.generate.batch import StepInputs
-from flashxla.generate.errors import GenerateError
+from flashxla.generate.batch import StepInputs, one_token
+from flashxla.generate.errors import GenerateError, describe
 
 # Not "flashxla": transformers takes every name with "flash" in it for a flash-attention package to import.
 ATTENTION = "fx_paged_attention"
@@ -46,6 +51,10 @@ class LayerShape:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int]:
+        """The shape of one block of keys, or of values."""
+        return block_size, self.num_kv_heads, self.head_size
 
 
 def paged_attention(
@@ -124,28 +133,67 @@ def _probe(
             f"--model: {name} has values of size {value.shape[-1]} and keys of size {key.shape[-1]}; "
             "accepted: values no larger than keys"
         )
-    shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], key.dtype)
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    shape = LayerShape(key.shape[1], key.shape[-1], key.dtype)
+    shapes[module.layer_idx] = shape
+    cache = key.new_zeros((1, *shape.block_shape(1))), key.new_zeros((1, *shape.block_shape(1)))
+    return paged_attention(
+        module,
+        query,
+        key,
+        value,
+        None,
+        flashxla_step=one_token().to(key.device),
+        flashxla_caches=[cache] * (module.layer_idx + 1),
+        **{name: kwargs.get(name) for name in _MEANINGFUL_ARGUMENTS},
+    )
 
 
 @torch.no_grad()
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """What each layer's cache must hold, seen in a forward pass of one token.
 
-    Raises GenerateError for a model whose layers do not all attend through transformers' interface.
+    Raises GenerateError for a model that the ops cannot run.
     """
     shapes: dict[int, LayerShape] = {}
     model.set_attn_implementation(PROBE)
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    model(input_ids=token, position_ids=token, use_cache=False, flashxla_shapes=shapes)
+    try:
+        _compute_one_token(model, shapes)
+    except (GenerateError, MemoryError):
+        raise
+    except Exception as error:
+        # A config.json can hold numbers that do not fit together, and a model need not take what this one is given.
+        raise GenerateError(
+            f"--model: {type(model).__name__} could not compute one token: {describe(error)}"
+        ) from error
     model.set_attn_implementation(ATTENTION)
     layers = model.config.get_text_config().num_hidden_layers
-    if sorted(shapes) != list(range(layers)):
+    if layers < 1 or sorted(shapes) != list(range(layers)):
         raise GenerateError(
             f"--model: {len(shapes)} of the {layers} layers of {type(model).__name__} use transformers' "
             "attention interface; accepted: models in which all do"
         )
     return [shapes[layer] for layer in range(layers)]
+
+
+@torch.no_grad()
+def check_one_program(model: PreTrainedModel) -> None:
+    """Raise GenerateError for a model that looks at values to decide what it computes: XLA cannot compile it."""
+    model.set_attn_implementation(PROBE)
+    try:
+        # Fake tensors have shapes and no values.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _compute_one_token(model, {})
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise GenerateError(
+            f"--frontend: got lazy or openxla with {type(model).__name__}, which decides by values what it computes "
+            f"({error.func}); accepted: --frontend torch with this model"
+        ) from error
+    model.set_attn_implementation(ATTENTION)
+
+
+def _compute_one_token(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
+    step = one_token().to(model.device)
+    model(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, flashxla_shapes=shapes)
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

@@ -52,6 +52,21 @@ def padding_inputs(limits: Limits, bucket: int) -> StepInputs:
     return _build((), limits, bucket)
 
 
+def one_token() -> StepInputs:
+    """A step of one sequence's first token, with a cache of one block."""
+    zero = torch.zeros(1, dtype=torch.int32)
+    return StepInputs(
+        input_ids=zero[None].long(),
+        position_ids=zero[None].long(),
+        slot_mapping=zero,
+        block_tables=zero[None],
+        context_lens=zero + 1,
+        query_start_loc=torch.arange(2, dtype=torch.int32),
+        num_seqs=zero + 1,
+        logits_rows=zero.long(),
+    )
+
+
 def _build(chunks: Row[Chunk], limits: Limits, bucket: int) -> StepInputs:
     ids: list[int] = []
     positions: list[int] = []

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from flashxla.generate.errors import GenerateError
+from flashxla.generate import options
+from flashxla.generate.errors import GenerateError, describe, how_to_install, is_out_of_memory
+from flashxla.generate.interrupts import Interrupts
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -19,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="folder of a checkpoint (default: built in)"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that the checkpoint's folder may bring: it can do all that you can",
     )
     parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="prompts (default: a few about Python)")
     parser.add_argument(
@@ -66,19 +76,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit code: 0, 1 where --verify found a difference, 2 for bad input."""
-    try:
+    """Run the command. Returns the exit code, as docs/generate.md lists them."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale that has no sign for a character of the text is no reason to stop.
+        sys.stdout.reconfigure(errors="replace")
+    with Interrupts() as interrupts:
         try:
-            from flashxla.generate import command
-        except ModuleNotFoundError as error:
-            raise GenerateError(
-                f"{error.name} is not installed: pip install 'flashxla[generate,torch]', "
-                "or 'flashxla[generate,torch-xla]' for --frontend lazy and openxla"
-            ) from error
-        return command.run(args)
-    except GenerateError as error:
-        print(f"flashxla generate: error: {error}", file=sys.stderr)
-        return 2
+            sampling = options.check(args)
+            return _import_command().run(args, sampling, interrupts)
+        except BaseException as error:
+            if interrupts.pressed or isinstance(error, KeyboardInterrupt):
+                return _end(130, "interrupted")
+            if isinstance(error, GenerateError):
+                return _end(2, f"error: {error}")
+            if is_out_of_memory(error):
+                return _end(
+                    2,
+                    f"error: out of memory: {describe(error)}; less is needed with smaller --num-blocks, "
+                    "--max-batch-tokens and --max-seqs, or a smaller --model",
+                )
+            if isinstance(error, BrokenPipeError):
+                # Whoever read the output wants no more. Python would write what is left when it exits, and fail.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 141
+            raise
+
+
+def _import_command() -> ModuleType:
+    try:
+        from flashxla.generate import command
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("flashxla"):
+            raise
+        raise GenerateError(
+            f"{error.name} is not installed: {how_to_install('generate')}, "
+            f"and {how_to_install('generate,torch-xla')} for --frontend lazy and openxla"
+        ) from error
+    return command
+
+
+def _end(code: int, message: str) -> int:
+    print(f"flashxla generate: {message}", file=sys.stderr)
+    return code
 
 
 def _positive(text: str) -> int:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import time
-from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from flashxla.generate import model, verify
+from flashxla.generate import memory, model, verify, xla_device
 from flashxla.generate.batch import token_buckets
-from flashxla.generate.detokenizer import Detokenizer
+from flashxla.generate.checkpoint import DEFAULT_MODEL, Checkpoint
 from flashxla.generate.display import make_display
-from flashxla.generate.engine import Engine, Token
-from flashxla.generate.errors import GenerateError
+from flashxla.generate.engine import Engine
+from flashxla.generate.errors import GenerateError, describe
+from flashxla.generate.interrupts import Interrupts
+from flashxla.generate.json_file import STANDARD_OUTPUT, write_json
 from flashxla.generate.model import LoadedModel
-from flashxla.generate.report import Result, make_report, write_json
-from flashxla.generate.runner import FRONTENDS, Runner, TorchRunner, warm_up, xla_is_cpu
-from flashxla.generate.sampling import SamplingOptions
+from flashxla.generate.options import SamplingOptions
+from flashxla.generate.report import make_report
+from flashxla.generate.runner import FRONTENDS, Runner, TorchRunner, warm_up
 from flashxla.generate.scheduler import Limits
+from flashxla.generate.transcript import Result, Transcript
 
 DEFAULT_PROMPTS = (
     "The with statement is used to",
@@ -31,22 +32,22 @@ DEFAULT_PROMPTS = (
 )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interrupts) -> int:
     """Load, generate, report. Returns the exit code. Raises GenerateError."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
-    if args.verify:
-        verify.check_options(sampling)
-    _check_device(args)
-    quiet = args.json == "-"
+    quiet = args.json == STANDARD_OUTPUT
     say = functools.partial(print, flush=True) if not quiet else _nothing
 
-    folder = args.model or model.DEFAULT_MODEL
-    dtype = _dtype(args)
-    loaded = model.load(folder, dtype)
+    on_cpu = _start_device(args)
+    checkpoint = Checkpoint(args.model or DEFAULT_MODEL, _dtype(args, on_cpu), args.trust_remote_code)
+    loaded = model.load(checkpoint, for_xla=args.frontend != "torch")
+    interrupts.check()
     limits = make_limits(args, loaded)
-    results = [Result(text, loaded.tokenizer(text).input_ids) for text in args.prompt or DEFAULT_PROMPTS]
+    if on_cpu:
+        memory.check_cache(limits, loaded.layers)
+    prompts = args.prompt or DEFAULT_PROMPTS
+    results = [Result(text, model.encode(loaded, number, text)) for number, text in enumerate(prompts, 1)]
     runner = _make_runner(args, loaded, limits)
     eos_tokens = frozenset() if args.ignore_eos else loaded.eos_tokens
     engine = Engine(runner, limits, eos_tokens)
@@ -54,73 +55,74 @@ def run(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     warm_up(runner, limits)
+    interrupts.check()
     say(f"{args.frontend} on {runner.device}: {_programs(runner, limits)}, {_seconds(started)} to make ready")
 
-    started = time.monotonic()
-    total = args.max_new_tokens * len(results)
-    with make_display([r.prompt for r in results], total, quiet) as display:
-        streams = [Detokenizer(loaded.tokenizer, r.prompt_tokens) for r in results]
-        for token in stream:
-            display.show(
-                token.index, _record(results, streams, token, args.verify), bool(token.finish_reason)
-            )
-    seconds = time.monotonic() - started
-
-    report = make_report(args, runner, limits, engine, results, seconds)
-    say(
-        f"{report['tokens']} tokens in {seconds:.2f} s: {report['tokens_per_second']:.1f} tokens/s; "
-        f"{engine.steps} steps, {engine.scheduler.preemptions} preemptions, {_programs(runner, limits)}"
-    )
-    passed = True
-    if args.verify:
-        comparisons = _verify(folder, dtype, results, eos_tokens, runner)
-        passed = all(c.mismatch is None for c in comparisons)
-        report["verify"] = [dataclasses.asdict(c) for c in comparisons]
-        for comparison in comparisons:
-            say(f"verify: {comparison}")
-        say(f"verify: {'equal to' if passed else 'DIFFERENT from'} transformers' eager generation")
-    if args.json:
-        write_json(args.json, report)
-    return 0 if passed else 1
+    transcript = Transcript(results, loaded.tokenizer, keep_logits=args.verify)
+    try:
+        total = args.max_new_tokens * len(results)
+        with make_display([r.prompt for r in results], total, quiet) as display:
+            for token in stream:
+                display.show(token.index, transcript.add(token), token.finish_reason is not None)
+                interrupts.check()
+        say(
+            f"{transcript.tokens} tokens in {transcript.seconds:.2f} s: {transcript.tokens_per_second:.1f} tokens/s; "
+            f"{engine.steps} steps, {engine.scheduler.preemptions} preemptions, {_programs(runner, limits)}"
+        )
+        if args.verify:
+            transcript.comparisons = _verify(checkpoint, results, eos_tokens, runner, interrupts)
+            for comparison in transcript.comparisons:
+                say(f"verify: {comparison}")
+            verdict = "equal to" if transcript.passed else "DIFFERENT from"
+            say(f"verify: {verdict} transformers' eager generation")
+    except BaseException as error:
+        ctrl_c = interrupts.pressed or isinstance(error, KeyboardInterrupt)
+        transcript.interrupted = "Ctrl-C" if ctrl_c else describe(error)
+        raise
+    finally:
+        # What came before the end is kept, whatever the end was.
+        if args.json is not None:
+            write_json(args.json, make_report(args, runner, limits, engine, transcript))
+    return 0 if transcript.passed else 1
 
 
 def make_limits(args: argparse.Namespace, loaded: LoadedModel) -> Limits:
     """The sizes of a run, from the options and the model. Raises GenerateError."""
-    if args.max_batch_tokens < args.max_seqs:
-        raise GenerateError(
-            f"--max-batch-tokens: got {args.max_batch_tokens}; accepted: at least --max-seqs "
-            f"{args.max_seqs}, one token for each sequence"
-        )
-    bounds = (args.num_blocks * args.block_size, loaded.max_positions, args.max_length)
+    cache = args.num_blocks * args.block_size
+    longest = min(cache, loaded.max_positions or cache)
+    if args.max_length and args.max_length > longest:
+        reason = "--num-blocks times --block-size" if longest == cache else "the longest that the model takes"
+        raise GenerateError(f"--max-length: got {args.max_length}; accepted: at most {longest}, {reason}")
     return Limits(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
-        max_batch_tokens=args.max_batch_tokens,
-        max_seqs=args.max_seqs,
-        max_length=min(bound for bound in bounds if bound is not None),
+        # A step never holds more than the cache does: larger shapes would only be padding.
+        max_batch_tokens=min(args.max_batch_tokens, cache),
+        max_seqs=min(args.max_seqs, args.num_blocks),
+        max_length=args.max_length or longest,
     )
 
 
-def _check_device(args: argparse.Namespace) -> None:
-    device = args.device or "cpu"
-    if args.frontend != "torch" and args.device:
+def _start_device(args: argparse.Namespace) -> bool:
+    """Make sure of the device before anything is loaded. Returns whether it is a CPU."""
+    if args.frontend != "torch":
+        xla_device.start()
+        return xla_device.is_cpu()
+    device = "cpu" if args.device is None else args.device
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    accepted = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{gpu}" for gpu in gpus)]
+    if device not in accepted:
         raise GenerateError(
-            f"--device: got {device!r} with --frontend {args.frontend}; accepted: --frontend torch only "
-            "(PyTorch/XLA's device is set by PJRT_DEVICE)"
+            f"--device: got {device!r}; accepted: {', '.join(accepted)} (PyTorch sees {len(gpus)} GPUs)"
         )
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise GenerateError(f"--device: got {device!r}; accepted: cpu, or cuda where PyTorch sees a GPU")
+    return device == "cpu"
 
 
-def _dtype(args: argparse.Namespace) -> torch.dtype | str:
+def _dtype(args: argparse.Namespace, on_cpu: bool) -> torch.dtype | str:
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
-    if args.verify:
-        # In bfloat16 rounding decides between tokens that are nearly as likely.
-        return torch.float32
-    if args.frontend == "torch":
-        return "auto" if (args.device or "cpu").startswith("cuda") else torch.float32
-    return torch.float32 if xla_is_cpu() else "auto"
+    # With --verify because in bfloat16 rounding decides between tokens that are nearly as likely.
+    return torch.float32 if on_cpu or args.verify else "auto"
 
 
 def _make_runner(args: argparse.Namespace, loaded: LoadedModel, limits: Limits) -> Runner:
@@ -129,27 +131,21 @@ def _make_runner(args: argparse.Namespace, loaded: LoadedModel, limits: Limits) 
     return FRONTENDS[args.frontend](loaded, limits)
 
 
-def _record(results: list[Result], streams: list[Detokenizer], token: Token, keep_logits: bool) -> str:
-    result = results[token.index]
-    text = streams[token.index].push(token.token, last=token.finish_reason is not None)
-    result.tokens.append(token.token)
-    result.text += text
-    result.finish_reason = token.finish_reason
-    if keep_logits:
-        result.logits.append(token.logits)
-    return text
-
-
 def _verify(
-    folder: Path, dtype: torch.dtype | str, results: list[Result], eos_tokens: frozenset[int], runner: Runner
+    checkpoint: Checkpoint,
+    results: list[Result],
+    eos_tokens: frozenset[int],
+    runner: Runner,
+    interrupts: Interrupts,
 ) -> list[verify.Comparison]:
-    reference = model.load_weights(folder, dtype, "eager")
+    reference, _ = checkpoint.load_model("eager", "eager")
     if runner.device.startswith("cuda"):
         reference = model.move(reference, runner.device)
-    return [
-        verify.compare(reference, index, r.prompt_tokens, r.tokens, r.logits, eos_tokens)
-        for index, r in enumerate(results)
-    ]
+    comparisons = []
+    for index, r in enumerate(results):
+        interrupts.check()
+        comparisons.append(verify.compare(reference, index, r.prompt_tokens, r.tokens, r.logits, eos_tokens))
+    return comparisons
 
 
 def _programs(runner: Runner, limits: Limits) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -48,40 +49,61 @@ class PlainDisplay(QuietDisplay):
     """Streams to a file or pipe, prompt after prompt: a later prompt's text waits for its turn."""
 
     def __init__(self, prompts: list[str]) -> None:
-        self._waiting = dict(enumerate(prompts))
+        self._waiting = list(prompts)
+        self._begun: set[int] = set()
         self._finished: set[int] = set()
         self._current = 0
         self._open = False
 
+    def __exit__(self, *_: object) -> None:
+        """Print what still waits, which is something only where generation ended early."""
+        for index in sorted(self._begun):
+            if index >= self._current:
+                self._current = index
+                self._print_current()
+                self._close_current()
+
     def show(self, index: int, text: str, finished: bool) -> None:
         """Show more text of a prompt, now or when its turn comes."""
         self._waiting[index] += text
+        self._begun.add(index)
         if finished:
             self._finished.add(index)
-        while self._current in self._waiting:
-            if not self._open:
-                print(f"--- prompt {self._current + 1}")
-                self._open = True
-            print(self._waiting[self._current], end="", flush=True)
-            self._waiting[self._current] = ""
+        while self._current < len(self._waiting):
+            self._print_current()
             if self._current not in self._finished:
                 return
-            print(flush=True)
-            self._open = False
-            self._current += 1
+            self._close_current()
+
+    def _print_current(self) -> None:
+        if not self._open:
+            print(f"--- prompt {self._current + 1}")
+            self._open = True
+        text, self._waiting[self._current] = self._waiting[self._current], ""
+        print(text, end="", flush=True)
+
+    def _close_current(self) -> None:
+        print(flush=True)
+        self._open = False
+        self._current += 1
 
 
 class RichDisplay:
-    """A panel for each prompt, filled as its tokens come, over a progress bar."""
+    """A panel for each prompt, filled as its tokens come, over a progress bar.
+
+    rich draws in a thread of its own: what both threads use is locked, and each drawing gets its own copy.
+    """
 
     def __init__(self, prompts: list[str], total: int, console: Console) -> None:
-        self._texts = [Text(prompt.translate(_PICTURES), style="bold") for prompt in prompts]
+        self._prompts = [prompt.translate(_PICTURES) for prompt in prompts]
         self._progress = Progress(
             TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
         )
         self._each = total // len(prompts)
         self._counts = [0] * len(prompts)
         self._task = self._progress.add_task("tokens", total=total)
+        self._lock = threading.Lock()
+        self._texts = [""] * len(prompts)
         self._finished: set[int] = set()
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 
@@ -96,17 +118,24 @@ class RichDisplay:
 
     def show(self, index: int, text: str, finished: bool) -> None:
         """Show more text of a prompt."""
-        self._texts[index].append(text.translate(_PICTURES), style="not bold")
+        with self._lock:
+            self._texts[index] += text.translate(_PICTURES)
+            if finished:
+                self._finished.add(index)
         self._counts[index] += 1
-        # A prompt that ends early has no more to come: count it as done.
+        # A prompt that ends early has no more to come: count it as done. (Progress has a lock of its own.)
         self._progress.advance(self._task, 1 + (self._each - self._counts[index] if finished else 0))
-        if finished:
-            self._finished.add(index)
 
     def _render(self) -> Group:
+        with self._lock:
+            texts, finished = list(self._texts), set(self._finished)
         panels = [
-            Panel(text, title=f"prompt {i + 1}", border_style="green" if i in self._finished else "blue")
-            for i, text in enumerate(self._texts)
+            Panel(
+                Text.assemble((prompt, "bold"), text),
+                title=f"prompt {index + 1}",
+                border_style="green" if index in finished else "blue",
+            )
+            for index, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True))
         ]
         return Group(*panels, self._progress)
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from flashxla.generate.batch import build_inputs
+from flashxla.generate.errors import GenerateError
+from flashxla.generate.options import SamplingOptions
 from flashxla.generate.runner import Runner
-from flashxla.generate.sampling import Sampler, SamplingOptions
+from flashxla.generate.sampling import Sampler
 from flashxla.generate.scheduler import Limits, Scheduler
 from flashxla.generate.sequence import Sequence
 
@@ -54,6 +56,7 @@ class Engine:
             self.steps += 1
             for chunk, row in zip(chunks, logits, strict=False):
                 if chunk.completes:
+                    _check_finite(chunk.sequence, row)
                     yield self._append(chunk.sequence, samplers[chunk.sequence.index].choose(row), row)
 
     def _append(self, sequence: Sequence, token: int, logits: torch.Tensor) -> Token:
@@ -66,3 +69,12 @@ class Engine:
         if reason:
             self.scheduler.finish(sequence)
         return Token(sequence.index, token, reason, logits)
+
+
+def _check_finite(sequence: Sequence, logits: torch.Tensor) -> None:
+    if not logits.isfinite().all():
+        raise GenerateError(
+            f"--model: got NaN or infinite logits for token {len(sequence.output) + 1} of prompt "
+            f"{sequence.index + 1}; accepted: finite ones (the weights are damaged, or too large for the dtype: "
+            "--dtype float32 has the widest range that there is)"
+        )

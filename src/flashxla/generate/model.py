@@ -1,20 +1,21 @@
-"""Loads a checkpoint from a folder and makes the step function that every front end runs."""
+"""Refuses models that the ops cannot run, and makes the step function that every front end runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flashxla.generate.attention import ATTENTION, Caches, LayerShape, probe_layers
+from flashxla.generate.attention import ATTENTION, Caches, LayerShape, check_one_program, probe_layers
 from flashxla.generate.batch import StepInputs
-from flashxla.generate.errors import GenerateError
+from flashxla.generate.checkpoint import Checkpoint, some
+from flashxla.generate.errors import GenerateError, describe, warn
+from flashxla.generate.experts import EXPERTS
 from flashxla.generate.scheduler import Limits
 
-DEFAULT_MODEL = Path(__file__).parent / "default_model"
 # Masks that the ops cannot express are no option to leave out silently.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings that look at the batch's longest sequence: a token's value would depend on its neighbours.
@@ -33,11 +34,16 @@ class LoadedModel:
 
     @property
     def eos_tokens(self) -> frozenset[int]:
-        """The tokens that end a sequence."""
-        eos = self.model.generation_config.eos_token_id
+        """The tokens that end a sequence. Raises GenerateError."""
+        eos: Any = self.model.generation_config.eos_token_id
         if eos is None:
             eos = self.tokenizer.eos_token_id
-        return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+        tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) for token in tokens):
+            raise GenerateError(
+                f"--model: got eos_token_id {eos!r} in its generation_config.json; accepted: numbers of tokens"
+            )
+        return frozenset(tokens)
 
     @property
     def max_positions(self) -> int | None:
@@ -45,9 +51,14 @@ class LoadedModel:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def load(folder: Path, dtype: torch.dtype | str) -> LoadedModel:
+def load(checkpoint: Checkpoint, for_xla: bool) -> LoadedModel:
     """Load a causal language model and its tokenizer from a folder. Raises GenerateError."""
-    model = load_weights(folder, dtype, ATTENTION)
+    # Without XLA transformers itself knows best how to compute experts.
+    model, unused = checkpoint.load_model(ATTENTION, EXPERTS if for_xla else None)
+    folder = checkpoint.folder
+    if unused:
+        # All that the model needs is there. Still, a config.json that leaves something out may be wrong.
+        warn(f"--model: {folder} has tensors that its model does not use: {some(unused)}")
     config = model.config.get_text_config()
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
@@ -66,30 +77,29 @@ def load(folder: Path, dtype: torch.dtype | str) -> LoadedModel:
         raise GenerateError(
             f"--model: {type(model).__name__} takes no {', '.join(sorted(missing))}; accepted: models that do"
         )
-    return LoadedModel(model, _load_tokenizer(folder), probe_layers(model))
+    tokenizer = checkpoint.load_tokenizer()
+    layers = probe_layers(model)
+    if for_xla:
+        check_one_program(model)
+    return LoadedModel(model, tokenizer, layers)
 
 
-def load_weights(folder: Path, dtype: torch.dtype | str, attention: str) -> PreTrainedModel:
-    """A folder's model, with one of transformers' attention functions. Raises GenerateError."""
-    if not (folder / "config.json").is_file():
-        raise GenerateError(
-            f"--model: got {folder}; accepted: a folder that holds a checkpoint (config.json)"
-        )
+def encode(loaded: LoadedModel, number: int, prompt: str) -> list[int]:
+    """The tokens of a prompt. Raises GenerateError for a tokenizer that is damaged or of another model."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-        )
-    except (ValueError, OSError) as error:
-        raise GenerateError(f"--model: {folder} could not be loaded: {error}") from error
-    except KeyError as error:
-        # Older models look the name up in a table of their own.
-        if attention not in error.args:
-            raise
+        tokens = loaded.tokenizer(prompt).input_ids
+    except Exception as error:
         raise GenerateError(
-            f"--model: the model in {folder} does not use transformers' attention interface; "
-            "accepted: models that do"
+            f"--model: its tokenizer could not encode prompt {number}: {describe(error)}"
         ) from error
-    return model.eval()
+    embeddings: Any = loaded.model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    if max(tokens, default=0) >= size:
+        raise GenerateError(
+            f"--model: its tokenizer makes token {max(tokens)} of prompt {number}; accepted: tokens below {size}, "
+            "which is how many the model has"
+        )
+    return tokens
 
 
 def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
@@ -101,17 +111,6 @@ def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
     return model
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise GenerateError(f"--model: {folder} has no tokenizer that could be loaded: {error}") from error
-    # For some models transformers makes an empty tokenizer where the files are missing.
-    if not tokenizer("a", add_special_tokens=False).input_ids:
-        raise GenerateError(f"--model: {folder} has no tokenizer; accepted: a folder with tokenizer files")
-    return tokenizer
-
-
 def _rope_types(parameters: dict | None) -> set[str]:
     """The rotary embeddings' types: one dictionary, or one for each type of layer."""
     parameters = parameters or {}
@@ -119,12 +118,17 @@ def _rope_types(parameters: dict | None) -> set[str]:
     return {p["rope_type"] for p in [parameters, *nested] if "rope_type" in p}
 
 
-def new_caches(layers: list[LayerShape], limits: Limits) -> Caches:
-    """Empty key and value caches, one pair a layer, on the CPU."""
+def new_caches(layers: list[LayerShape], limits: Limits, device: torch.device | str) -> Caches:
+    """Empty key and value caches, one pair a layer."""
     caches = []
     for layer in layers:
-        shape = (limits.num_blocks, limits.block_size, layer.num_kv_heads, layer.head_size)
-        caches.append((torch.zeros(shape, dtype=layer.dtype), torch.zeros(shape, dtype=layer.dtype)))
+        shape = (limits.num_blocks, *layer.block_shape(limits.block_size))
+        caches.append(
+            (
+                torch.zeros(shape, dtype=layer.dtype, device=device),
+                torch.zeros(shape, dtype=layer.dtype, device=device),
+            )
+        )
     return caches
 
 

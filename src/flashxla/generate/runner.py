@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Protocol
 
 import torch
 
+from flashxla.generate import xla_device
 from flashxla.generate.batch import StepInputs, padding_inputs, token_buckets
-from flashxla.generate.errors import GenerateError
+from flashxla.generate.errors import GenerateError, describe
 from flashxla.generate.model import LoadedModel, move, new_caches, run_step
 from flashxla.generate.scheduler import Limits
 
@@ -35,7 +35,7 @@ class TorchRunner:
     def __init__(self, loaded: LoadedModel, limits: Limits, device: str = "cpu") -> None:
         self.device = device
         self._model = move(loaded.model, device)
-        self._caches = [(k.to(device), v.to(device)) for k, v in new_caches(loaded.layers, limits)]
+        self._caches = new_caches(loaded.layers, limits, device)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> torch.Tensor:
@@ -51,7 +51,7 @@ class LazyRunner:
     """PyTorch/XLA's lazy tensors: the step is traced each time, its program compiled once a shape."""
 
     def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
-        self._torch_xla = _import_torch_xla()
+        self._torch_xla = xla_device.start()
         # What PyTorch itself does with float32; XLA's default on a GPU is TF32.
         # (torch_xla.backends has a function for it, which always warns.)
         self._torch_xla._XLAC._xla_set_mat_mul_precision("highest")
@@ -59,10 +59,10 @@ class LazyRunner:
         self._device = device
         self.device = self._torch_xla._XLAC._xla_get_devices()[0]
         self._model = move(loaded.model, device)
-        self._caches = [(k.to(device), v.to(device)) for k, v in new_caches(loaded.layers, limits)]
+        self._caches = new_caches(loaded.layers, limits, device)
         self._step: Callable[..., torch.Tensor] = functools.partial(run_step, self._model)
         self._torch_xla.sync()
-        self._programs_before = _compile_count()
+        self._programs_before = xla_device.compile_count()
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> torch.Tensor:
@@ -74,7 +74,7 @@ class LazyRunner:
 
     def compiled_programs(self) -> int:
         """How many programs XLA has compiled since this runner was made."""
-        return _compile_count() - self._programs_before
+        return xla_device.compile_count() - self._programs_before
 
 
 class OpenXlaRunner(LazyRunner):
@@ -84,31 +84,15 @@ class OpenXlaRunner(LazyRunner):
         super().__init__(loaded, limits)
         self._step = torch.compile(self._step, backend="openxla", dynamic=False, fullgraph=True)
 
-
-def _import_torch_xla() -> ModuleType:
-    try:
-        import torch_xla
-    except ImportError as error:
-        raise GenerateError(
-            "--frontend: lazy and openxla need PyTorch/XLA: pip install 'flashxla[torch-xla]'; "
-            "--frontend torch does without"
-        ) from error
-    return torch_xla
-
-
-def xla_is_cpu() -> bool:
-    """Whether PyTorch/XLA's device is a CPU. Raises GenerateError where it is not installed."""
-    _import_torch_xla()
-    import torch_xla.runtime
-
-    return torch_xla.runtime.device_type() == "CPU"
-
-
-def _compile_count() -> int:
-    from torch_xla.debug import metrics
-
-    data = metrics.metric_data("CompileTime")
-    return 0 if data is None else int(data[0])
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Run a step. Returns the logits [S, V] on the CPU, float32."""
+        try:
+            return super().run(inputs)
+        except torch._dynamo.exc.Unsupported as error:
+            raise GenerateError(
+                "--frontend: got openxla with a model that torch.compile cannot make one program of: "
+                f"{describe(error)}; accepted: --frontend lazy or torch with this model"
+            ) from error
 
 
 FRONTENDS: dict[str, Callable[[LoadedModel, Limits], Runner]] = {

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from flashxla.generate.errors import GenerateError
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise GenerateError(
-                f"--temperature: got {self.temperature}; accepted: 0 (greedy) or a number > 0"
-            )
-        if self.top_k < 0:
-            raise GenerateError(f"--top-k: got {self.top_k}; accepted: 0 (all tokens) or a number of tokens")
-        if not 0 < self.top_p <= 1:
-            raise GenerateError(f"--top-p: got {self.top_p}; accepted: a number in (0, 1]")
+from flashxla.generate.options import SamplingOptions
 
 
 class Sampler:

@@ -1,0 +1,43 @@
+"""Whether a cache fits into the machine's memory, before it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+from flashxla.generate.attention import LayerShape
+from flashxla.generate.errors import GenerateError
+from flashxla.generate.scheduler import Limits
+
+# What a container may use: the files of control groups, versions 2 and 1.
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_bytes() -> int:
+    """The memory of this machine, or of the container if it has less."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CONTAINER_LIMITS:
+        # The file may be missing, or say "max".
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
+
+
+def check_cache(limits: Limits, layers: list[LayerShape]) -> None:
+    """Raise GenerateError for a cache that is larger than the machine's memory."""
+    available = machine_bytes()
+    block = sum(
+        2 * math.prod(layer.block_shape(limits.block_size)) * layer.dtype.itemsize for layer in layers
+    )
+    if limits.num_blocks * block > available:
+        raise GenerateError(
+            f"--num-blocks: got {limits.num_blocks} with --block-size {limits.block_size}, "
+            f"{_gib(limits.num_blocks * block)} of cache; accepted: at most {available // block} blocks of that "
+            f"size, as this machine has {_gib(available)} of memory"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.4g} GiB"

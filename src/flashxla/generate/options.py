@@ -1,0 +1,89 @@
+"""The options' values, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+
+from flashxla import native
+from flashxla.generate.errors import GenerateError
+from flashxla.generate.json_file import check_destination
+
+# Places in the cache are int32 on the device.
+_LARGEST_CACHE = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise GenerateError(
+                f"--temperature: got {self.temperature}; accepted: 0 (greedy) or a number > 0"
+            )
+        if self.top_k < 0:
+            raise GenerateError(f"--top-k: got {self.top_k}; accepted: 0 (all tokens) or a number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise GenerateError(f"--top-p: got {self.top_p}; accepted: a number in (0, 1]")
+
+
+def check(args: argparse.Namespace) -> SamplingOptions:
+    """Check all that needs neither PyTorch nor the model. Raises GenerateError."""
+    sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.verify and sampling.temperature != 0:
+        raise GenerateError(
+            f"--verify: got --temperature {sampling.temperature}; accepted: --temperature 0, since two "
+            "samples need not agree"
+        )
+    if args.max_batch_tokens < args.max_seqs:
+        raise GenerateError(
+            f"--max-batch-tokens: got {args.max_batch_tokens}; accepted: at least --max-seqs "
+            f"{args.max_seqs}, one token for each sequence"
+        )
+    if args.frontend != "torch" and args.device is not None:
+        raise GenerateError(
+            f"--device: got {args.device!r} with --frontend {args.frontend}; accepted: --frontend torch only "
+            "(PyTorch/XLA's device is set by PJRT_DEVICE)"
+        )
+    if args.num_blocks * args.block_size > _LARGEST_CACHE:
+        raise GenerateError(
+            f"--num-blocks: got {args.num_blocks} with --block-size {args.block_size}; accepted: a cache of at "
+            f"most {_LARGEST_CACHE} tokens"
+        )
+    for number, prompt in enumerate(args.prompt or (), 1):
+        _check_text(number, prompt)
+    # Path.is_file would raise an error for a folder that may not be entered.
+    if args.model and not os.path.isfile(args.model / "config.json"):
+        raise GenerateError(
+            f"--model: got {args.model}; accepted: a folder that holds a checkpoint (config.json)"
+        )
+    if args.json is not None:
+        check_destination(args.json)
+    _check_library(args)
+    return sampling
+
+
+def _check_library(args: argparse.Namespace) -> None:
+    device = args.device if args.frontend == "torch" else os.environ.get("PJRT_DEVICE")
+    try:
+        native.library_path("cuda" if (device or "").lower().startswith("cuda") else "cpu")
+    except ImportError as error:
+        raise GenerateError(str(error).removeprefix("flashxla: ")) from error
+
+
+def _check_text(number: int, prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        # Python hands bytes that are no UTF-8 over as lone surrogates.
+        raise GenerateError(
+            f"--prompt: got {prompt[error.start : error.end]!a} at character {error.start + 1} of prompt "
+            f"{number}; accepted: text in UTF-8"
+        ) from error
