@@ -16,6 +16,7 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     Llama4TextConfig,
+    LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
 )
@@ -86,6 +87,7 @@ _TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_atte
     ("config", "message"),
     [
         (MambaConfig(**_TINY), "has layers of type linear_attention"),
+        (LlamaConfig(**_TINY, head_dim=320), "LlamaAttention: flash_attn_varlen_func: q: got head size 320"),
         (BloomConfig(vocab_size=259, hidden_size=16, n_layer=1, n_head=2), "takes no position_ids"),
         (FalconConfig(**_TINY), "does not use transformers' attention interface"),
         (
@@ -95,7 +97,7 @@ _TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_atte
             "has layers of type chunked_attention",
         ),
     ],
-    ids=["mamba", "bloom", "falcon", "llama4"],
+    ids=["mamba", "wide", "bloom", "falcon", "llama4"],
 )
 def test_models_that_would_be_answered_wrongly_are_refused(
     config: PreTrainedConfig, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

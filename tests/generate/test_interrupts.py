@@ -83,10 +83,15 @@ def test_anywhere(
 ) -> None:
     owner, name = place
     monkeypatch.setattr(owner, name, _after(calls, way, getattr(owner, name)))
+    runners: list[bool] = []
+    make_runner = _after(1, lambda: runners.append(True), command._make_runner)
+    monkeypatch.setattr(command, "_make_runner", make_runner)
     path = tmp_path / "out.json"
     assert run(*OPTIONS, "--json", str(path)) == 130
     printed = capsys.readouterr()
     assert printed.err == "flashxla generate: interrupted\n"
+    # A Ctrl-C that was swallowed ends the stage that it came in.
+    assert bool(runners) == (name not in ("_start_device", "load_tokenizer"))
     if tokens is None:
         assert not path.exists()
         return

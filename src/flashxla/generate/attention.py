@@ -31,7 +31,7 @@ _MEANINGFUL_ARGUMENTS = ("scaling", "sliding_window", "softcap", "s_aux")
 _KNOWN_ARGUMENTS = {
     *_MEANINGFUL_ARGUMENTS,
     "dropout",
-    "flashxla_shapes",
+    "flashxla_calls",
     "is_causal",
     "output_attentions",
     "output_hidden_states",
@@ -114,9 +114,9 @@ def _probe(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    shapes: dict[int, LayerShape] | None = kwargs.get("flashxla_shapes")
+    calls: dict[int, _LayerCall] | None = kwargs.get("flashxla_calls")
     name = type(module).__name__
-    if shapes is None:
+    if calls is None:
         raise GenerateError(f"--model: {name} does not pass keyword arguments on to its attention function")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise GenerateError(f"--model: {name} is not causal; accepted: models that generate left to right")
@@ -133,67 +133,89 @@ def _probe(
             f"--model: {name} has values of size {value.shape[-1]} and keys of size {key.shape[-1]}; "
             "accepted: values no larger than keys"
         )
-    shape = LayerShape(key.shape[1], key.shape[-1], key.dtype)
-    shapes[module.layer_idx] = shape
-    cache = key.new_zeros((1, *shape.block_shape(1))), key.new_zeros((1, *shape.block_shape(1)))
-    return paged_attention(
-        module,
-        query,
-        key,
-        value,
-        None,
-        flashxla_step=one_token().to(key.device),
-        flashxla_caches=[cache] * (module.layer_idx + 1),
-        **{name: kwargs.get(name) for name in _MEANINGFUL_ARGUMENTS},
-    )
+    arguments = {k: kwargs.get(k) for k in _MEANINGFUL_ARGUMENTS}
+    calls[module.layer_idx] = _LayerCall(module, query, key, value, arguments)
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-@torch.no_grad()
+@dataclasses.dataclass(frozen=True)
+class _LayerCall:
+    """What a layer handed its attention function."""
+
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    arguments: dict[str, Any]
+
+    @torch.no_grad()
+    def check(self) -> LayerShape:
+        """Attend once, with a cache of one block. Raises GenerateError for what the ops do not take."""
+        shape = LayerShape(self.key.shape[1], self.key.shape[-1], self.key.dtype)
+        keys, values = (self.key.new_zeros((1, *shape.block_shape(1))) for _ in range(2))
+        caches = [(keys, values)] * (self.module.layer_idx + 1)
+        step = one_token().to(self.key.device)
+        try:
+            paged_attention(
+                self.module,
+                self.query,
+                self.key,
+                self.value,
+                None,
+                flashxla_step=step,
+                flashxla_caches=caches,
+                **self.arguments,
+            )
+        except ValueError as error:
+            raise GenerateError(f"--model: {type(self.module).__name__}: {error}") from error
+        return shape
+
+
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """What each layer's cache must hold, seen in a forward pass of one token.
 
     Raises GenerateError for a model that the ops cannot run.
     """
-    shapes: dict[int, LayerShape] = {}
-    model.set_attn_implementation(PROBE)
     try:
-        _compute_one_token(model, shapes)
-    except (GenerateError, MemoryError):
+        calls = _compute_one_token(model)
+    except GenerateError:
         raise
     except Exception as error:
         # A config.json can hold numbers that do not fit together, and a model need not take what this one is given.
         raise GenerateError(
             f"--model: {type(model).__name__} could not compute one token: {describe(error)}"
         ) from error
-    model.set_attn_implementation(ATTENTION)
     layers = model.config.get_text_config().num_hidden_layers
-    if layers < 1 or sorted(shapes) != list(range(layers)):
+    if layers < 1 or sorted(calls) != list(range(layers)):
         raise GenerateError(
-            f"--model: {len(shapes)} of the {layers} layers of {type(model).__name__} use transformers' "
+            f"--model: {len(calls)} of the {layers} layers of {type(model).__name__} use transformers' "
             "attention interface; accepted: models in which all do"
         )
-    return [shapes[layer] for layer in range(layers)]
+    return [calls[layer].check() for layer in range(layers)]
 
 
-@torch.no_grad()
 def check_one_program(model: PreTrainedModel) -> None:
     """Raise GenerateError for a model that looks at values to decide what it computes: XLA cannot compile it."""
-    model.set_attn_implementation(PROBE)
     try:
         # Fake tensors have shapes and no values.
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _compute_one_token(model, {})
+            _compute_one_token(model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise GenerateError(
             f"--frontend: got lazy or openxla with {type(model).__name__}, which decides by values what it computes "
             f"({error.func}); accepted: --frontend torch with this model"
         ) from error
+
+
+@torch.no_grad()
+def _compute_one_token(model: PreTrainedModel) -> dict[int, _LayerCall]:
+    """Run the model without attention. Returns how each layer called it."""
+    calls: dict[int, _LayerCall] = {}
+    model.set_attn_implementation(PROBE)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False, flashxla_calls=calls)
     model.set_attn_implementation(ATTENTION)
-
-
-def _compute_one_token(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
-    step = one_token().to(model.device)
-    model(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, flashxla_shapes=shapes)
+    return calls
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

@@ -121,10 +121,8 @@ class Checkpoint:
         try:
             with warnings.catch_warnings(action="ignore"):
                 return read()
-        except MemoryError:
-            raise
         except Exception as error:
-            if "trust_remote_code" in str(error) and not self.trust_remote_code:
+            if "`trust_remote_code=True`" in str(error) and not self.trust_remote_code:
                 raise GenerateError(
                     f"--model: {self.folder} holds Python code that it cannot be loaded without; "
                     "accepted: such folders only with --trust-remote-code, which runs that code"

@@ -90,11 +90,8 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(error, GenerateError):
                 return _end(2, f"error: {error}")
             if is_out_of_memory(error):
-                return _end(
-                    2,
-                    f"error: out of memory: {describe(error)}; less is needed with smaller --num-blocks, "
-                    "--max-batch-tokens and --max-seqs, or a smaller --model",
-                )
+                advice = "smaller --num-blocks, --max-batch-tokens, --max-seqs or --model need less"
+                return _end(2, f"error: out of memory: {describe(error)}; {advice}")
             if isinstance(error, BrokenPipeError):
                 # Whoever read the output wants no more. Python would write what is left when it exits, and fail.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

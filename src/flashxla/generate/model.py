@@ -77,11 +77,10 @@ def load(checkpoint: Checkpoint, for_xla: bool) -> LoadedModel:
         raise GenerateError(
             f"--model: {type(model).__name__} takes no {', '.join(sorted(missing))}; accepted: models that do"
         )
-    tokenizer = checkpoint.load_tokenizer()
     layers = probe_layers(model)
     if for_xla:
         check_one_program(model)
-    return LoadedModel(model, tokenizer, layers)
+    return LoadedModel(model, checkpoint.load_tokenizer(), layers)
 
 
 def encode(loaded: LoadedModel, number: int, prompt: str) -> list[int]:
