@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
+from flashxla.generate import attention
 from tests.generate import checkpoints
 from tests.generate.command_line import run, run_error, run_json
 
@@ -107,6 +108,12 @@ def test_models_that_would_be_answered_wrongly_are_refused(
     error = capsys.readouterr().err
     assert "error: --model: " in error
     assert message in error
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "paged_attention", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run("--frontend", "torch")
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
