@@ -178,6 +178,15 @@ def test_a_missing_extra_is_named(
     assert f"needs {module}: pip install '.[{extra}]' in a checkout" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written(option: str, capsys: pytest.CaptureFixture[str]):
+    """It is found out before the work."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    assert cli.run(parser.parse_args(["decode", "--device", "cpu", option, "/nowhere/file.svg"])) == 2
+    assert f"{option}: got '/nowhere/file.svg': No such file or directory" in capsys.readouterr().err
+
+
 def test_peak_memory_sees_an_allocation():
     level = machine.reset_peak_memory()
     if level is None:

@@ -65,6 +65,18 @@ def test_the_report_names_it(
     assert "Not working: kernels: jax on cpu" in report
 
 
+def test_a_report_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found out before the work."""
+    monkeypatch.setattr(cli, "_findings", lambda: pytest.fail("the work was done"))
+    assert cli.run(argparse.Namespace(json="/nowhere/report.json")) == 2
+    message = (
+        "--json: got '/nowhere/report.json': No such file or directory; accepted: a file that can be written"
+    )
+    assert f"flashxla doctor: error: {message}" in capsys.readouterr().err
+
+
 def test_the_reference_is_attention() -> None:
     """Against PyTorch's, in float64."""
     torch = pytest.importorskip("torch")

@@ -125,7 +125,7 @@ def case_of(rng: Rng, sizes: dict[str, Any]) -> Case:
         "window": (int(pick(rng, -1, -1, rng.integers(0, 200))), int(pick(rng, -1, -1, rng.integers(0, 20)))),
         "softcap": pick(rng, 0.0, 0.0, 3.0),
         "descale": pick(rng, None, "1", "H", "SH"),
-        "scale": pick(rng, None, None, 0.3, -0.2),
+        "scale": pick(rng, None, None, 1.5 * given["dim"] ** -0.5, -(given["dim"] ** -0.5)),
         "pad_tokens": pick(rng, 0, 3),
         "pad_seqs": pick(rng, None, 0, 2),
     }

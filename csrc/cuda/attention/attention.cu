@@ -38,24 +38,15 @@ PerHead HeadsOf(const flashxla_tensor& t) {
   return {view.data, view.stride_seq, view.stride_head};
 }
 
-// The largest power of two that divides the offsets of all keys, in bytes; at most 2^16, and 0 if
-// an offset is negative or takes more than 32 bits in that unit.
-uint32_t OffsetUnit(const Cache& c, const CacheView& view, int64_t size) {
-  const int64_t block = c.stride_block * size, token = c.stride_token * size;
-  if (block < 0 || token < 0) return 0;
-  uint32_t unit = 1 << 16;
-  while (unit > 1 && ((view.num_blocks > 1 && block % unit != 0) ||
-                      (view.block_size > 1 && token % unit != 0))) {
-    unit /= 2;
-  }
-  const int64_t last = (view.num_blocks - 1) * block + (view.block_size - 1) * token;
-  return last / unit < (int64_t{1} << 32) ? unit : 0;
+// The number of the last vector fits 32 bits: 64 GiB.
+bool IsNear(const Cache& c, const CacheView& view, int64_t size) {
+  const int64_t last =
+      (view.num_blocks - 1) * c.stride_block + (view.block_size - 1) * c.stride_token;
+  return c.stride_block >= 0 && c.stride_token >= 0 && last * size / 16 < (int64_t{1} << 32);
 }
 
-Cache CacheOf(const CacheView& view, int64_t element_size) {
-  Cache c = {view.data, view.stride_block, view.stride_token, view.stride_head, view.stride_dim};
-  c.offset_unit = OffsetUnit(c, view, element_size);
-  return c;
+Cache CacheOf(const CacheView& view) {
+  return {view.data, view.stride_block, view.stride_token, view.stride_head, view.stride_dim};
 }
 
 Rows RowsOf(const flashxla_tensor& t) {
@@ -98,8 +89,7 @@ Problem MakeProblem(const flashxla_attention_args& args) {
   p.q = RowsOf(args.q), p.out = RowsOf(args.out);
   p.lse = static_cast<float*>(args.lse.data);
   p.lse_stride_head = args.lse.stride[0], p.lse_stride_token = args.lse.stride[1];
-  const int64_t size = ElementSize(args.kv_dtype);
-  p.k = CacheOf(k, size), p.v = CacheOf(v, size);
+  p.k = CacheOf(k), p.v = CacheOf(v);
   p.block_table = static_cast<const int32_t*>(args.block_table.data);
   p.table_stride_sequence = args.block_table.stride[0];
   p.table_stride_page = args.block_table.stride[1];
@@ -130,8 +120,9 @@ Problem MakeProblem(const flashxla_attention_args& args) {
   p.alibi_slopes = HeadsOf(args.alibi_slopes);
   p.sinks = args.sinks.data;
   p.sinks_stride = args.sinks.stride[0];
-  p.kv_vectors = p.head_size * size % 16 == 0 && Aligned(p.k, size) && Aligned(p.v, size) &&
-                 p.k.offset_unit > 0 && p.v.offset_unit > 0;
+  const int64_t size = ElementSize(args.kv_dtype);
+  p.kv_vectors = p.head_size * size % 16 == 0 && Aligned(p.k, size) && Aligned(p.v, size);
+  p.kv_near = IsNear(p.k, k, size) && IsNear(p.v, v, size);
   p.q_pairs = ElementSize(p.q_dtype) == 2 && p.head_size % 2 == 0 && InPairs(p.q);
   p.out_pairs = ElementSize(p.out_dtype) == 2 && p.head_size % 2 == 0 && InPairs(p.out);
   return p;

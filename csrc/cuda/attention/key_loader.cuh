@@ -63,11 +63,6 @@ struct KeyPlaces {
   __device__ int64_t OffsetIn(const Cache& c) const {
     return block * c.stride_block + token * c.stride_token;
   }
-  // The same in units of offset_unit, which fits 32 bits.
-  template <int kElementSize>
-  __device__ uint32_t UnitsIn(const Cache& c) const {
-    return static_cast<uint32_t>(OffsetIn(c) * kElementSize >> (31 - __clz(c.offset_unit)));
-  }
 };
 
 template <int kDims, bool kFp8>
@@ -89,6 +84,7 @@ struct KeyLoader {
     const char* k = p.k.data + kv_head * p.k.stride_head * kElementSize;
     const char* v = p.v.data + kv_head * p.v.stride_head * kElementSize;
     if (!p.kv_vectors) return StartElements(p, places, k, v, stage);
+    if (!p.kv_near) return StartFar(p, places, k, v, stage);
     const int lane = threadIdx.x & 31;
     const int chunk = lane % kChunks, lane_row = lane / kChunks;
     if (p.head_size < kDims && chunk * 16 >= p.head_size * kElementSize) {
@@ -96,24 +92,43 @@ struct KeyLoader {
     } else {
       k += chunk * 16, v += chunk * 16;
     }
-    const uint32_t units_k = places.UnitsIn<kElementSize>(p.k);
-    const uint32_t units_v = places.UnitsIn<kElementSize>(p.v);
+    // Vectors start at multiples of 16 bytes, and there are less than 2^32 of them.
+    const auto vector_k = static_cast<uint32_t>(places.OffsetIn(p.k) / (16 / kElementSize));
+    const auto vector_v = static_cast<uint32_t>(places.OffsetIn(p.v) / (16 / kElementSize));
     const uint32_t to = SharedAddress(stage);
 #pragma unroll
     for (int r = 0; r < kSliceKeys; r += kRowsAtOnce) {
       const int row = r + lane_row;
-      const uint64_t from_k = __shfl_sync(kAllLanes, units_k, row);
-      const uint64_t from_v = __shfl_sync(kAllLanes, units_v, row);
+      const uint64_t from_k = __shfl_sync(kAllLanes, vector_k, row);
+      const uint64_t from_v = __shfl_sync(kAllLanes, vector_v, row);
       if (k == nullptr) continue;
       const bool valid = (places.mask >> row) & 1;
       const int offset = ChunkOffset<kChunks>(row, chunk);
-      CopyAsync16(to + offset, k + from_k * p.k.offset_unit, valid);
-      CopyAsync16(to + kHalfBytes + offset, v + from_v * p.v.offset_unit, valid);
+      CopyAsync16(to + offset, k + from_k * 16, valid);
+      CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid);
     }
   }
 
  private:
   using Element = std::conditional_t<kFp8, uint8_t, uint16_t>;
+
+  // Vectors, wherever they lie.
+  __device__ __noinline__ static void StartFar(const Problem& p, const KeyPlaces& places,
+                                               const char* k, const char* v, char* stage) {
+    const int lane = threadIdx.x & 31;
+    const int64_t offset_k = places.OffsetIn(p.k), offset_v = places.OffsetIn(p.v);
+    const uint32_t to = SharedAddress(stage);
+    for (int row = 0; row < kSliceKeys; ++row) {
+      const int64_t from_k = __shfl_sync(kAllLanes, offset_k, row) * kElementSize;
+      const int64_t from_v = __shfl_sync(kAllLanes, offset_v, row) * kElementSize;
+      const bool valid = (places.mask >> row) & 1;
+      for (int chunk = lane; chunk * 16 < p.head_size * kElementSize; chunk += 32) {
+        const int offset = ChunkOffset<kChunks>(row, chunk);
+        CopyAsync16(to + offset, k + from_k + chunk * 16, valid);
+        CopyAsync16(to + kHalfBytes + offset, v + from_v + chunk * 16, valid);
+      }
+    }
+  }
 
   // Any strides, alignment and head size.
   __device__ __noinline__ static void StartElements(const Problem& p, const KeyPlaces& places,

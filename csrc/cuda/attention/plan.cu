@@ -31,34 +31,49 @@ struct PlanProblem {
   int32_t* plan;
 };
 
-struct Scan {
-  int32_t partial[kWarps];
+// Two of each: a sum writes into one set while slow threads still read the sum before from the
+// other.
+struct ScanMemory {
+  int32_t partial[2][kWarps];
+  unsigned flags[2][kWarps];
 };
 
-// The sum of `value` over the threads before this one; *total is that over all.
-__device__ int ExclusiveSum(Scan& scan, int value, int* total) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) scan.partial[warp] = sum;
-  __syncthreads();
-  if (warp == 0) {
-    int all = scan.partial[lane];
+// Sums over the threads of the block, which all call it.
+struct Scan {
+  ScanMemory& shared;
+  int turn = 0;
+
+  // The sum of `value` over the threads before this one; *total is that over all, *any whether a
+  // thread has the flag.
+  __device__ int Exclusive(int value, int* total, bool flag = false, bool* any = nullptr) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    int32_t* partial = shared.partial[turn];
+    unsigned* flags = shared.flags[turn];
+    turn ^= 1;
+    int sum = value;
     for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, all, step);
-      if (lane >= step) all += other;
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
     }
-    scan.partial[lane] = all;
+    if (lane == 31) partial[warp] = sum;
+    const unsigned flagged = any == nullptr ? 0 : __ballot_sync(~0u, flag);
+    if (any != nullptr && lane == 0) flags[warp] = flagged;
+    __syncthreads();
+    if (warp == 0) {
+      int all = partial[lane];
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, all, step);
+        if (lane >= step) all += other;
+      }
+      partial[lane] = all;
+      if (any != nullptr) flags[lane] = __any_sync(~0u, flags[lane] != 0);
+    }
+    __syncthreads();
+    *total = partial[kWarps - 1];
+    if (any != nullptr) *any = flags[0] != 0;
+    return sum - value + (warp == 0 ? 0 : partial[warp - 1]);
   }
-  __syncthreads();
-  *total = scan.partial[kWarps - 1];
-  const int before = sum - value + (warp == 0 ? 0 : scan.partial[warp - 1]);
-  __syncthreads();
-  return before;
-}
+};
 
 // The keys of sequence i, whose queries are known. False: it is skipped.
 __device__ bool ReadKeys(const PlanProblem& p, int i, Sequence* s) {
@@ -93,16 +108,24 @@ __device__ void VisibleToAny(const PlanProblem& p, const Sequence& s, int first,
 constexpr int kMinLong = 32;
 static_assert(kMinLong < kMinWideQueries);
 
+// What the lists of long sequences need of one.
+struct LongSequence {
+  int32_t index, first_query, num_queries, num_keys;
+  int32_t first_tile;  // of its wide tiles
+  Engine engine;
+};
+
 // The first sequences are kept in shared memory, too: the way to global memory and back is long.
 constexpr int kMaxKept = 384;
 constexpr int kMaxKeptLong = 512;
 
 struct Shared {
-  Scan scan;
+  ScanMemory scan;
   Sequence kept[kMaxKept];
   int32_t split_starts[kMaxKept];
-  int32_t kept_long[kMaxKeptLong];
+  LongSequence kept_long[kMaxKeptLong];
   int32_t cost[kMaxSorted];
+  unsigned unsound;  // of the sequences whose tables are being checked
 };
 
 struct SequenceTable {
@@ -124,16 +147,34 @@ struct SequenceTable {
   }
 };
 
-// The long sequences by number, in their order.
+// The long sequences, in their order. Sequences that are not kept are read from the plan.
 struct LongList {
-  int32_t* plan;
-  int32_t* kept;
+  SequenceTable sequences;
+  int32_t* places;  // in the plan: the sequence of each place
+  LongSequence* kept;
   int size;
+  bool has_huge;  // sequences of more queries than there are threads
 
-  __device__ int operator[](int n) const { return n < kMaxKeptLong ? kept[n] : plan[n]; }
-  __device__ void Set(int n, int sequence) const {
-    plan[n] = sequence;
-    if (n < kMaxKeptLong) kept[n] = sequence;
+  __device__ LongSequence operator[](int n) const {
+    return n < kMaxKeptLong ? kept[n] : Of(places[n], sequences.plan[places[n]]);
+  }
+  __device__ void Set(int n, int i, const Sequence& s) const {
+    places[n] = i;
+    if (n < kMaxKeptLong) kept[n] = Of(i, s);
+  }
+  __device__ void SetEngine(int n, Engine engine) const {
+    if (n < kMaxKeptLong) kept[n].engine = engine;
+    sequences.SetEngine(places[n], engine);
+  }
+  __device__ void SetFirstTile(int n, int tile) const {
+    if (n < kMaxKeptLong) kept[n].first_tile = tile;
+    sequences.SetFirstTile(places[n], tile);
+  }
+
+ private:
+  __device__ static LongSequence Of(int i, const Sequence& s) {
+    return {i,          s.first_query, s.num_queries,
+            s.num_keys, s.first_tile,  static_cast<Engine>(s.engine)};
   }
 };
 
@@ -216,14 +257,32 @@ __device__ void ListSplit(const PlanProblem& p, const SequenceTable& sequences,
   }
 }
 
-__device__ int WideTiles(const Sequence& s) {
-  return s.engine == kWide ? (s.num_queries + kWideQueries - 1) / kWideQueries : 0;
+// Calls body(sequence, first, step) for the long sequences: the threads that call it for one share
+// its items [first, first + step, ...). A warp a sequence, and all threads for a huge one.
+template <typename Body>
+__device__ void ForEachLong(const LongList& list, Body&& body) {
+#pragma unroll 1
+  for (int n = threadIdx.x / 32; n < list.size; n += kWarps) {
+    const LongSequence s = list[n];
+    if (s.num_queries <= kThreads) body(s, threadIdx.x & 31, 32);
+  }
+  if (!list.has_huge) return;
+#pragma unroll 1
+  for (int n = 0; n < list.size; ++n) {
+    const LongSequence s = list[n];
+    if (s.num_queries > kThreads) body(s, threadIdx.x, kThreads);
+  }
+}
+
+__device__ int WideTiles(int engine, int num_queries) {
+  return engine == kWide ? (num_queries + kWideQueries - 1) / kWideQueries : 0;
 }
 
 // kWide reads pages by number, unchecked: a sequence with an unsound one goes to kTile.
-__device__ void CheckTables(const PlanProblem& p, const LongList& list,
-                            const SequenceTable& sequences) {
+__device__ void CheckTables(const PlanProblem& p, Shared& shared, const LongList& list) {
   constexpr int kAtOnce = 8;  // sequences, so that their loads wait together
+  if (threadIdx.x == 0) shared.unsound = 0;
+  __syncthreads();
 #pragma unroll 1
   for (int base = 0; base < list.size; base += kAtOnce) {
     bool more = true;
@@ -235,48 +294,51 @@ __device__ void CheckTables(const PlanProblem& p, const LongList& list,
       for (int n = 0; n < kAtOnce; ++n) {
         block[n] = 0;
         if (base + n >= list.size) continue;
-        const int index = list[base + n];
-        const Sequence s = sequences.Get(index);
+        const LongSequence s = list[base + n];
         const int pages = s.engine == kWide ? (s.num_keys - 1) / p.block_size + 1 : 0;
         if (page < pages) {
           block[n] =
-              __ldg(p.block_table + index * p.table_stride_sequence + page * p.table_stride_page);
+              __ldg(p.block_table + s.index * p.table_stride_sequence + page * p.table_stride_page);
         }
         more |= page - static_cast<int>(threadIdx.x) + kThreads < pages;
       }
+      unsigned unsound = 0;
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (block[n] < 0 || block[n] >= max(p.num_blocks, 1)) {
-          sequences.SetEngine(list[base + n], kTile);
-        }
+        unsound |= (block[n] < 0 || block[n] >= max(p.num_blocks, 1)) << n;
       }
+      if (unsound) atomicOr(&shared.unsound, unsound);
     }
+    __syncthreads();
+    if (shared.unsound == 0) continue;
+    if (threadIdx.x < kAtOnce && (shared.unsound >> threadIdx.x) & 1) {
+      list.SetEngine(base + threadIdx.x, kTile);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) shared.unsound = 0;
+    __syncthreads();
   }
-  __syncthreads();
 }
 
 // Lists the tiles of kWide, sequence after sequence.
-__device__ void ListWide(const PlanProblem& p, Shared& shared, const LongList& list,
-                         const SequenceTable& sequences, int2* tiles) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+__device__ void ListWide(const PlanProblem& p, Shared& shared, const LongList& list, int2* tiles) {
+  auto list_tiles = [&](const LongSequence& l, int first, int step) {
+    const Sequence s = list.sequences.Get(l.index);
+    const int count = WideTiles(l.engine, l.num_queries);
 #pragma unroll 1
-  for (int n = 0; n < list.size; ++n) {
-    const int index = list[n];
-    const Sequence s = sequences.Get(index);
-    const int count = WideTiles(s);
-    const bool all = count > 32;
-    if (!all && n % kWarps != warp) continue;
-#pragma unroll 1
-    for (int t = all ? threadIdx.x : lane; t < count; t += all ? kThreads : 32) {
+    for (int t = first; t < count; t += step) {
       // Where they stay unsorted: the last of each sequence first, which see the most keys.
-      const int tile = count - 1 - t, place = s.first_tile + t;
-      tiles[place] = make_int2(index, tile);
+      const int tile = count - 1 - t, place = l.first_tile + t;
+      tiles[place] = make_int2(l.index, tile);
       int begin, end;
       VisibleToAny(p, s, tile * kWideQueries, min((tile + 1) * kWideQueries, s.num_queries) - 1,
                    &begin, &end);
       if (place < kMaxSorted) shared.cost[place] = max(end - begin, 0);
     }
-  }
+  };
+  ForEachLong(list, [&](const LongSequence& l, int first, int step) {
+    if (l.engine == kWide) list_tiles(l, first, step);
+  });
 }
 
 // Puts the most expensive wide tiles first. Each tile counts those before it.
@@ -303,34 +365,26 @@ __device__ void SortWide(const Shared& shared, int2* tiles, int count) {
 }
 
 // The mark of a sequence's tokens in token_sequence.
-__device__ int MarkOf(const Sequence& s, int index) { return s.engine == kIdle ? kNoKeys : index; }
+__device__ int MarkOf(int engine, int index) { return engine == kIdle ? kNoKeys : index; }
 
 // Which sequence each token of the long ones belongs to.
-__device__ void MarkLong(const LongList& list, const SequenceTable& sequences,
-                         int32_t* token_sequence) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+__device__ void MarkLong(const LongList& list, int32_t* token_sequence) {
+  ForEachLong(list, [&](const LongSequence& l, int first, int step) {
+    const int mark = MarkOf(l.engine, l.index);
 #pragma unroll 1
-  for (int n = 0; n < list.size; ++n) {
-    const int index = list[n];
-    const Sequence s = sequences.Get(index);
-    const bool all = s.num_queries > kThreads;
-    if (!all && n % kWarps != warp) continue;
-    const int mark = MarkOf(s, index);
-#pragma unroll 1
-    for (int t = all ? threadIdx.x : lane; t < s.num_queries; t += all ? kThreads : 32) {
-      token_sequence[s.first_query + t] = mark;
-    }
-  }
+    for (int t = first; t < l.num_queries; t += step) token_sequence[l.first_query + t] = mark;
+  });
 }
 
 __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ PlanProblem p) {
   __shared__ Shared shared;
+  Scan scan{shared.scan};
   const int thread = threadIdx.x;
   AllowNext();
   const PlanLayout layout(p.num_sequences, p.num_tokens);
   const SequenceTable sequences{reinterpret_cast<Sequence*>(p.plan + layout.sequences()),
                                 shared.kept};
-  LongList long_list{p.plan + layout.long_list(), shared.kept_long, 0};
+  LongList long_list{sequences, p.plan + layout.long_list(), shared.kept_long, 0, false};
   int32_t* tile_starts = p.plan + layout.tile_starts();
   int32_t* split_starts = p.num_sequences < kMaxKept ? shared.split_starts : tile_starts;
   auto* wide_tiles = reinterpret_cast<int2*>(p.plan + layout.wide_tiles());
@@ -369,19 +423,22 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
         }
         is_long = s.num_queries > kMinLong;
         if (!is_long) {
-          const int mark = MarkOf(s, i);
+          const int mark = MarkOf(s.engine, i);
           for (int t = 0; t < s.num_queries; ++t) token_sequence[s.first_query + t] = mark;
         }
       }
     }
     if (i < p.num_sequences) sequences.Set(i, s);
-    int before = ExclusiveSum(shared.scan, steps, &total);
+    bool any_long, any_huge;
+    int before = scan.Exclusive(steps, &total, is_long, &any_long);
     if (i < p.num_sequences) split_starts[i] = base + before;
     base += total;
-    if (__syncthreads_or(is_long)) {
-      before = ExclusiveSum(shared.scan, is_long, &total);
-      if (is_long) long_list.Set(long_list.size + before, i);
+    if (any_long) {
+      const bool is_huge = is_long && s.num_queries > kThreads;
+      before = scan.Exclusive(is_long, &total, is_huge, &any_huge);
+      if (is_long) long_list.Set(long_list.size + before, i, s);
       long_list.size += total;
+      long_list.has_huge |= any_huge;
     }
   }
   if (thread == 0) split_starts[p.num_sequences] = base;
@@ -390,10 +447,10 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     ListSplit(p, sequences, split_starts, base,
               reinterpret_cast<SplitBlock*>(p.plan + layout.split_blocks()));
   }
-  MarkLong(long_list, sequences, token_sequence);
-  __syncthreads();
+  if (long_list.size > 0) MarkLong(long_list, token_sequence);
   if (p.engines & kSplitAll) return;
-  if ((p.engines & kUseWide) && p.block_table) CheckTables(p, long_list, sequences);
+  __syncthreads();
+  if ((p.engines & kUseWide) && p.block_table) CheckTables(p, shared, long_list);
 
   int num_tiles = 0, num_wide = 0;
 #pragma unroll 1
@@ -403,13 +460,21 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     if (i < p.num_sequences) s = sequences.Get(i);
     const int64_t rows = int64_t{s.num_queries} * p.group_size;
     const int tiles = s.engine == kTile ? static_cast<int>((rows + kTileRows - 1) / kTileRows) : 0;
-    const int wide = WideTiles(s);
-    int before = ExclusiveSum(shared.scan, tiles, &total);
+    const int before = scan.Exclusive(tiles, &total);
     if (i < p.num_sequences) tile_starts[i] = num_tiles + before;
     num_tiles += total;
-    before = ExclusiveSum(shared.scan, wide, &total) + num_wide;
+  }
+#pragma unroll 1
+  for (int n0 = 0; n0 < long_list.size; n0 += kThreads) {
+    const int n = n0 + thread;
+    int tiles = 0;
+    if (n < long_list.size) {
+      const LongSequence l = long_list[n];
+      tiles = WideTiles(l.engine, l.num_queries);
+    }
+    const int before = scan.Exclusive(tiles, &total);
+    if (tiles > 0) long_list.SetFirstTile(n, num_wide + before);
     num_wide += total;
-    if (wide > 0) sequences.SetFirstTile(i, before);
   }
   if (thread == 0) {
     tile_starts[p.num_sequences] = num_tiles;
@@ -417,7 +482,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     p.plan[PlanLayout::kTotals + kWide] = num_wide;
   }
   __syncthreads();
-  if (num_wide > 0) ListWide(p, shared, long_list, sequences, wide_tiles);
+  if (num_wide > 0) ListWide(p, shared, long_list, wide_tiles);
   __syncthreads();
   if (num_wide > 0 && num_wide <= kMaxSorted) SortWide(shared, wide_tiles, num_wide);
 }

@@ -27,7 +27,6 @@ struct Rows {
 struct Cache {
   const char* data;
   int64_t stride_block, stride_token, stride_head, stride_dim;
-  uint32_t offset_unit;  // bytes: keys lie at multiples of it, fewer than 2^32; 0: no such unit
 };
 
 // f32 [S, H] with broadcasting through zero strides; absent reads as `none`.
@@ -55,6 +54,7 @@ struct Problem {
   // What strides and addresses allow: 16-byte loads of keys and values, 4-byte ones of 16-bit
   // queries, 4-byte stores of 16-bit outputs.
   bool kv_vectors, q_pairs, out_pairs;
+  bool kv_near;  // a cache's vectors of 16 bytes can be counted in 32 bits
   float softmax_scale, softcap;
   PerHead q_descale, k_descale, v_descale, alibi_slopes;
   const void* sinks;  // [Hq], may be null

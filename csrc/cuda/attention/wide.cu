@@ -515,9 +515,6 @@ const char* WhyNotWide(const Problem& p) {
   if (p.head_size % 8 != 0) return "the head size is no multiple of 8";
   if (p.alibi_slopes.data != nullptr) return "ALiBi";
   if (p.block_table != nullptr && p.block_size % 8 != 0) return "the page size is no multiple of 8";
-  if (p.k.offset_unit == 0 || p.v.offset_unit == 0) {
-    return "keys lie at negative strides, or too far apart to count in 32 bits";
-  }
   if (!p.kv_vectors || !Vectors(p.q)) return "strides or addresses are no multiples of 16 bytes";
   if (!TakesStrides(p, p.k) || !TakesStrides(p, p.v) ||
       !TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from flashxla import install
+from flashxla import install, output_file
 
 TOPICS = ("prefill", "decode", "kv_write")
 STRATEGIES = "strategies"
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     # A parent of the measuring process: neither may take the whole GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args.device = args.device or _default_device()
-    problem = _missing(args)
+    problem = _missing(args) or _unwritable(args)
     if problem:
         print(f"flashxla bench: {problem}", file=sys.stderr)
         return 2
@@ -115,6 +115,15 @@ def run(args: argparse.Namespace) -> int:
 
         plot.draw(content, args.plot)
     return 0
+
+
+def _unwritable(args: argparse.Namespace) -> str | None:
+    try:
+        output_file.check("--json", args.json)
+        output_file.check("--plot", args.plot)
+    except output_file.OutputError as error:
+        return f"error: {error}"
+    return None
 
 
 def _missing(args: argparse.Namespace) -> str | None:

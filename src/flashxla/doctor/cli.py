@@ -6,14 +6,14 @@ import argparse
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flashxla import native
+from flashxla import native, output_file
 from flashxla.doctor import kernels, probe
 from flashxla.xla import gpu, pjrt_adapter
 
@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if everything that is present works."""
+    """Print the report; 0 if everything that is present works, 2 for a file that cannot be written."""
+    try:
+        output_file.check("--json", args.json)
+    except output_file.OutputError as error:
+        print(f"flashxla doctor: error: {error}", file=sys.stderr)
+        return 2
     findings = []
     for finding in _findings():
         findings.append(finding)
@@ -47,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump([f._asdict() for f in findings], file, indent=2)
+        output_file.write_json(args.json, [f._asdict() for f in findings])
     failed = [f.topic for f in findings if f.ok is False]
     print(f"\n{'Not working: ' + ', '.join(failed) if failed else 'Everything that is present works.'}")
     return 1 if failed else 0

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from flashxla import install
 from flashxla.generate import options
-from flashxla.generate.errors import GenerateError, describe, how_to_install, is_out_of_memory
+from flashxla.generate.errors import GenerateError, describe, is_out_of_memory
 from flashxla.generate.interrupts import Interrupts
+from flashxla.output_file import OutputError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         except BaseException as error:
             if interrupts.pressed or isinstance(error, KeyboardInterrupt):
                 return _end(130, "interrupted")
-            if isinstance(error, GenerateError):
+            if isinstance(error, (GenerateError, OutputError)):
                 return _end(2, f"error: {error}")
             if is_out_of_memory(error):
                 advice = "smaller --num-blocks, --max-batch-tokens, --max-seqs or --model need less"
@@ -106,8 +108,8 @@ def _import_command() -> ModuleType:
         if (error.name or "").startswith("flashxla"):
             raise
         raise GenerateError(
-            f"{error.name} is not installed: {how_to_install('generate')}, "
-            f"and {how_to_install('generate,torch-xla')} for --frontend lazy and openxla"
+            f"{error.name} is not installed: {install.command('generate')}, "
+            f"and {install.command('generate', 'torch-xla')} for --frontend lazy and openxla"
         ) from error
     return command
 

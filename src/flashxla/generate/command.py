@@ -16,13 +16,13 @@ from flashxla.generate.display import make_display
 from flashxla.generate.engine import Engine
 from flashxla.generate.errors import GenerateError, describe
 from flashxla.generate.interrupts import Interrupts
-from flashxla.generate.json_file import STANDARD_OUTPUT, write_json
 from flashxla.generate.model import LoadedModel
 from flashxla.generate.options import SamplingOptions
 from flashxla.generate.report import make_report
 from flashxla.generate.runner import FRONTENDS, Runner, TorchRunner, warm_up
 from flashxla.generate.scheduler import Limits
 from flashxla.generate.transcript import Result, Transcript
+from flashxla.output_file import STANDARD_OUTPUT, write_json
 
 DEFAULT_PROMPTS = (
     "The with statement is used to",

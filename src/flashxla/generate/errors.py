@@ -24,11 +24,6 @@ def warn(message: str) -> None:
     print(f"flashxla generate: warning: {message}", file=sys.stderr)
 
 
-def how_to_install(extras: str) -> str:
-    """The command that installs what is missing. No package index has flashxla."""
-    return f"pip install '.[{extras}]' in a checkout of flashxla"
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the machine or on its GPU."""
     return isinstance(error, MemoryError) or (

@@ -6,9 +6,8 @@ import argparse
 import dataclasses
 import os
 
-from flashxla import native
+from flashxla import native, output_file
 from flashxla.generate.errors import GenerateError
-from flashxla.generate.json_file import check_destination
 
 # Places in the cache are int32 on the device.
 _LARGEST_CACHE = 2**31 - 1
@@ -35,7 +34,7 @@ class SamplingOptions:
 
 
 def check(args: argparse.Namespace) -> SamplingOptions:
-    """Check all that needs neither PyTorch nor the model. Raises GenerateError."""
+    """Check all that needs neither PyTorch nor the model. Raises GenerateError and OutputError."""
     sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
     if args.verify and sampling.temperature != 0:
         raise GenerateError(
@@ -64,8 +63,7 @@ def check(args: argparse.Namespace) -> SamplingOptions:
         raise GenerateError(
             f"--model: got {args.model}; accepted: a folder that holds a checkpoint (config.json)"
         )
-    if args.json is not None:
-        check_destination(args.json)
+    output_file.check("--json", args.json)
     _check_library(args)
     return sampling
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
-from flashxla.generate.errors import GenerateError, describe, how_to_install
+from flashxla import install
+from flashxla.generate.errors import GenerateError, describe
 from flashxla.xla import gpu, pjrt_adapter
 
 
@@ -15,7 +16,7 @@ def start() -> ModuleType:
         import torch_xla
     except ModuleNotFoundError as error:
         raise GenerateError(
-            f"--frontend: lazy and openxla need PyTorch/XLA: {how_to_install('generate,torch-xla')}; "
+            f"--frontend: lazy and openxla need PyTorch/XLA: {install.command('generate', 'torch-xla')}; "
             "--frontend torch does without"
         ) from error
     try:
