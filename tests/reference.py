@@ -301,22 +301,8 @@ def flash_attn_varlen_func(
     )
 
 
-def paged_attention(
-    query: Array,
-    kv_cache: Array | tuple[Array, Array],
-    context_lens: Array,
-    block_tables: Array,
-    query_start_loc: Array,
-    num_seqs: Array,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: Array | float | None = None,
-    v_scale: Array | float | None = None,
-    layout: str = "interleaved",
-    kv_cache_dtype: str = "auto",
-) -> Array:
-    return paged_attention_with_lse(**locals())[0]
+def paged_attention(*args: Any, **kwargs: Any) -> Array:
+    return paged_attention_with_lse(*args, **kwargs)[0]
 
 
 def paged_attention_with_lse(
