@@ -54,9 +54,7 @@ def test_a_graph_serves_many_lengths(
             max_seqlen_q=tensors["q"].shape[0], max_seqlen_k=keys, causal=True, **tensors
         )
 
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend=count, fullgraph=True)
-    for length in LENGTHS:
+    def check(length: int, compiled: Any) -> None:
         given = arguments(rng, length, paged)
         tensors = {name: frontend.tensor(array) for name, array in given.items()}
         if mark:  # an error, if the length becomes a constant
@@ -66,5 +64,12 @@ def test_a_graph_serves_many_lengths(
             max_seqlen_q=length, max_seqlen_k=length, causal=True, **given
         )
         assert_close(out, expected, TOLERANCE["f32"])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=count, fullgraph=True)
+    # PyTorch's default, which torch_xla switches off for the whole process.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
+        for length in LENGTHS:
+            check(length, compiled)
     # The first length, then all; one more where the number of pages, 1 at first, begins to vary.
     assert len(graphs) <= 2 + int(paged)
