@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flashxla.generate.checkpoint import DEFAULT_MODEL
-from flashxla.generate.detokenizer import Detokenizer
 from tests.generate.command_line import run_json
 
 MAX_BYTES = 8_000_000
@@ -31,21 +30,6 @@ def test_tokens_are_the_bytes(text: str) -> None:
     tokens = tokenizer()(text).input_ids
     assert tokens == [tokenizer().bos_token_id, *text.encode()]
     assert tokenizer().decode(tokens, skip_special_tokens=True) == text
-
-
-@given(text=texts, prompt=texts)
-def test_streamed_pieces_are_the_text(text: str, prompt: str) -> None:
-    stream = Detokenizer(tokenizer(), tokenizer()(prompt).input_ids)
-    data = text.encode()
-    pieces = [stream.push(byte, last=position == len(data) - 1) for position, byte in enumerate(data)]
-    # U+FFFD itself cannot be told from the beginning of a character, but it comes out in the end.
-    assert "".join(pieces) == text
-
-
-def test_broken_characters_come_out_at_the_end() -> None:
-    stream = Detokenizer(tokenizer(), tokenizer()("a").input_ids)
-    assert stream.push(0xE2) == ""
-    assert stream.push(0x82, last=True) == "�"
 
 
 def test_weights_fit() -> None:

@@ -14,15 +14,17 @@ from flashxla.generate.scheduler import Limits, Scheduler
 from flashxla.generate.sequence import Sequence
 from tests.generate.fake_runner import VOCABULARY, FakeRunner, next_token
 
+_GREEDY = SamplingOptions()
+
 
 def generate(
-    prompts: list[list[int]], limits: Limits, new_tokens: int
+    prompts: list[list[int]], limits: Limits, new_tokens: int, sampling: SamplingOptions = _GREEDY
 ) -> tuple[list[list[int]], Engine, FakeRunner]:
     runner = FakeRunner(limits)
     engine = Engine(runner, limits, frozenset())
     outputs: list[list[int]] = [[] for _ in prompts]
     finished = []
-    for token in engine.generate(prompts, new_tokens, SamplingOptions()):
+    for token in engine.generate(prompts, new_tokens, sampling):
         outputs[token.index].append(token.token)
         if token.finish_reason:
             finished.append(token.index)
@@ -62,13 +64,14 @@ def test_any_limits_give_the_same_tokens(data: st.DataObject) -> None:
     assert runner.shapes <= set(token_buckets(limits))
 
 
-def test_a_tiny_cache_preempts_and_resumes() -> None:
+@pytest.mark.parametrize("sampling", [_GREEDY, SamplingOptions(temperature=1.0)], ids=["greedy", "sampled"])
+def test_a_tiny_cache_preempts_and_resumes(sampling: SamplingOptions) -> None:
     prompts = [[i] * 9 for i in range(6)]
     big = Limits(num_blocks=64, block_size=4, max_batch_tokens=16, max_seqs=4, max_length=40)
     tiny = Limits(num_blocks=10, block_size=4, max_batch_tokens=16, max_seqs=4, max_length=40)
-    outputs, engine, _ = generate(prompts, big, 30)
+    outputs, engine, _ = generate(prompts, big, 30, sampling)
     assert engine.scheduler.preemptions == 0
-    tiny_outputs, tiny_engine, _ = generate(prompts, tiny, 30)
+    tiny_outputs, tiny_engine, _ = generate(prompts, tiny, 30, sampling)
     assert tiny_engine.scheduler.preemptions > 0
     assert tiny_outputs == outputs
 

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from functools import partial
 
-# Enough of the text before a token for tokenizers whose spaces depend on it.
-_CONTEXT = 6
-_INCOMPLETE = "�"
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 class Detokenizer:
-    """Turns a stream of tokens into a stream of text.
-
-    A character spread over several tokens comes out when it is whole.
-    """
+    """Turns a stream of tokens into a stream of text. A character spread over several tokens comes when it is whole."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = prompt[-_CONTEXT:]
-        self._start = 0
-        self._shown = len(self._tokens)
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self._tokens = list(prompt)
+        text = str(self._decode(prompt))
+        self._shown = len(text)
+        # A tokenizer written in Python has no stream. After a prompt that ends in U+FFFD a stream repeats the prompt.
+        fast = isinstance(tokenizer, PreTrainedTokenizerFast) and not text.endswith("�")
+        stream = DecodeStream(ids=prompt, skip_special_tokens=True) if fast else None
+        self._step = partial(stream.step, tokenizer.backend_tokenizer) if stream else None
 
     def push(self, token: int, last: bool = False) -> str:
         """Add a token. Returns the text that is now certain; with `last`, all that is left."""
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._start : self._shown])
-        text = self._decode(self._tokens[self._start :])
-        if text.endswith(_INCOMPLETE) and not last:
+        if self._step and not last:
+            try:
+                text = self._step(token) or ""
+            except Exception:  # A broken character changed text that was shown. There is no narrower type.
+                self._step = None
+        if not self._step or last:
+            text = str(self._decode(self._tokens))[self._shown :]
+        if text.endswith("�") and not last:
             return ""
-        self._start = max(self._start, self._shown - _CONTEXT)
-        self._shown = len(self._tokens)
-        return text[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        self._shown += len(text)
+        return text

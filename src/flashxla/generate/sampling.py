@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from flashxla.generate.options import SamplingOptions
 
 
 class Sampler:
-    """The choices of one sequence.
-
-    Each sequence has a random stream of its own and takes one number of it a token, so neither its neighbours
-    in a batch nor a preemption change what it draws.
-    """
+    """One sequence's choices. Its random numbers are its own: neither its neighbours nor a preemption change them."""
 
     def __init__(self, options: SamplingOptions, index: int) -> None:
-        self.options = options
+        self._warpers = LogitsProcessorList()
+        if options.temperature:
+            self._warpers.append(TemperatureLogitsWarper(options.temperature))
+            if options.top_k:
+                self._warpers.append(TopKLogitsWarper(options.top_k))
+            if options.top_p < 1:
+                self._warpers.append(TopPLogitsWarper(options.top_p))
         # Multiplying by an odd constant keeps (seed, index) apart from (seed + 1, index - 1). The generator
         # takes 32 bits of its seed.
         self._generator = torch.Generator().manual_seed((options.seed * 0x9E3779B1 + index) % 2**32)
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token, from logits [V] on the CPU."""
-        options = self.options
-        if options.temperature == 0:
+        if not self._warpers:
             return int(logits.argmax())
-        scores, tokens = (logits.double() / options.temperature).sort(descending=True, stable=True)
-        if options.top_k:
-            scores = scores[: options.top_k]
-        probabilities = scores.softmax(0)
-        cumulative = probabilities.cumsum(0)
-        # The smallest set whose probability reaches top_p: up to and with the token that crosses it.
-        kept = int((cumulative - probabilities < options.top_p).sum())
-        draw = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[kept - 1]
-        position = int(torch.searchsorted(cumulative[:kept], draw, right=True))
-        return int(tokens[min(position, kept - 1)])
+        return int(torch.multinomial(self.probabilities(logits), 1, generator=self._generator))
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """How likely each token is to be drawn, float64 [V]."""
+        # With the largest logit at 0 no temperature makes one overflow.
+        scores = logits.double() - logits.max()
+        return self._warpers(torch.LongTensor(), scores[None])[0].softmax(-1)
