@@ -35,7 +35,8 @@ def _all_experts(
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = _linear(experts, "down_proj", inner)  # [E, T, H]
     chosen = outputs.transpose(0, 1).take_along_dim(top_k_index[..., None], dim=1)  # [T, K, H]
-    if experts.has_post_expert_norm:
+    # transformers 5.17 does not have this norm.
+    if getattr(experts, "has_post_expert_norm", False):
         chosen = experts.post_expert_norm(chosen)
     return (chosen * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
 
