@@ -7,7 +7,10 @@ import dataclasses
 import importlib
 import json
 import math
+import multiprocessing
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +92,19 @@ def test_topic_and_peers(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
             assert row["ours_is_faster"] == 1.0
 
     topic = importlib.import_module(f"flashxla.bench.{name}").TOPIC
-    usable = [peer for peer in topic.peers if peer.missing() is None]
-    for case in topic.quick_cases:
-        serving = {"flashxla", *(peer.name for peer in usable if peer.serves(case, "cpu"))}
+    for case in topic.cases["quick"]:
+        serving = {"flashxla", *(peer.name for peer in topic.peers if peer.serves(case, "cpu"))}
         for dtype in ("float32", "bfloat16"):
             assert {r["contender"] for r in rows if (r["case"], r["dtype"]) == (case.name, dtype)} == serving
-    assert {peer.name for peer in usable} <= {row["contender"] for row in rows}
-    assert topic.cases[0].name not in capsys.readouterr().out
+    assert {peer.name for peer in topic.peers} <= {row["contender"] for row in rows}
+    assert topic.cases["cpu"][0].name not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", cli.TOPICS)
 def test_cases_are_well_formed(name: str):
     topic = importlib.import_module(f"flashxla.bench.{name}").TOPIC
-    for cases in (topic.cases, topic.quick_cases):
+    assert set(topic.cases) == {"cpu", "cuda", "quick"}
+    for cases in topic.cases.values():
         assert len({case.name for case in cases}) == len(cases)
         assert all(topic.work(case, torch.float32) > 0 for case in cases)
 
@@ -149,10 +152,13 @@ def test_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_crashed_process_is_a_result(monkeypatch: pytest.MonkeyPatch):
     from flashxla.bench import strategies
 
-    monkeypatch.setattr(strategies.sys, "executable", "false")
+    def crashes(threads: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), os._exit, (1,))
+
+    monkeypatch.setattr(strategies, "_new_process", crashes)
     rows = strategies.run(Options(quick=True))
     assert len(rows) == len(strategies.STRATEGIES) * len(strategies.MODES)
-    assert all(not row["works"] and "ended with 1" in row["error"] for row in rows)
+    assert all(not row["works"] and row["error"] == "the process crashed" for row in rows)
 
 
 @pytest.mark.parametrize(

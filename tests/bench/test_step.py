@@ -17,23 +17,11 @@ import torch
 
 pytest.importorskip("rich")
 
+from benchmarks import device, llama, llama_torch, profile, results, sections, supervisor, timeline, timers
+from benchmarks.sections import Job
+from benchmarks.settings import Settings
+from benchmarks.timeline import Event
 from flashxla.bench import cli
-from flashxla.bench.gpu import (
-    ceilings,
-    compare,
-    document,
-    facts,
-    profile,
-    sections,
-    step_host,
-    step_sizes,
-    timeline,
-    xla_frontends,
-    xla_llama,
-    xla_process,
-)
-from flashxla.bench.gpu.settings import Settings
-from flashxla.bench.gpu.timeline import Event
 
 QUICK = Settings(device="cpu", quick=True, rounds=1)
 # Of a machine whose PyTorch has no CUDA; JAX's device is this one's.
@@ -45,7 +33,7 @@ def test_three_front_ends(
 ):
     pytest.importorskip("torch_xla")
     # One batch: a process of PyTorch/XLA takes long to start.
-    monkeypatch.setattr(sections, "cases", lambda section, settings: step_sizes.cases(settings)[-1:])
+    monkeypatch.setattr(sections, "cases", lambda section, settings: llama.cases(settings)[-1:])
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     file = tmp_path / "step.json"
@@ -56,7 +44,7 @@ def test_three_front_ends(
 
     content = json.loads(file.read_text())
     rows = {row["contender"]: row for row in content["results"]["step"]}
-    names = ["flashxla in JAX", *xla_frontends.FRONTENDS]
+    names = ["flashxla in JAX", *llama.FRONTENDS]
     for name in names:
         row = rows[name]
         assert row["ours"] and row["us"] > 0 and 0 < row["error"] < 3e-2 and row["of_ceiling"] > 0
@@ -75,87 +63,99 @@ def test_the_torch_model_is_the_jax_model():
     import jax
     import jax.numpy as jnp
 
-    from flashxla.bench.gpu import llama, step_attention
+    from benchmarks import llama_jax, ways
 
     config = llama.Config(layers=2, hidden=64, heads=(4, 2), dim=32, mlp=96, vocab=50)
-    params = llama.init(config, "float32")
-    batch = step_attention.batch(3, 40)
+    params = llama_jax.init(config, "float32")
+    batch = {name: jnp.asarray(x) for name, x in llama.batch(3, 40).items()}
     pages = batch["tables"].size
-    caches = [step_attention.OURS.cache(config, pages, "float32") for _ in range(config.layers)]
+    caches = [ways.OURS.cache(config, pages, "float32") for _ in range(config.layers)]
     tokens = jnp.array([3, 1, 4], jnp.int32)
     in_torch: Any = functools.partial(jax.tree.map, lambda x: torch.from_numpy(np.array(x)))
-    expected, expected_caches = jax.jit(functools.partial(llama.step, config, step_attention.OURS.attend))(
+    expected, expected_caches = jax.jit(functools.partial(llama_jax.step, config, ways.OURS.attend))(
         params, caches, tokens, batch
     )
-    for attend in (xla_llama.ours, xla_llama.gather):
+    for attend in (llama_torch.ours, llama_torch.gather):
         own = in_torch(caches)
-        got = xla_llama.step(config, attend, in_torch(params), own, in_torch(tokens), in_torch(batch))
+        got = llama_torch.step(config, attend, in_torch(params), own, in_torch(tokens), in_torch(batch))
         assert (got - in_torch(expected)).abs().max() < 1e-4
         for cache, right in zip(own, in_torch(expected_caches), strict=True):
             assert all((a - b).abs().max() < 1e-5 for a, b in zip(cache, right, strict=True))
 
 
-def test_the_torch_models_weights_and_batch():
+def test_the_torch_models_weights():
     import jax
 
-    from flashxla.bench.gpu import llama, step_attention
+    from benchmarks import llama_jax
 
-    config = step_sizes.config(QUICK)
+    config = llama.config(QUICK)
     synced: list[None] = []
-    made = xla_llama.init(config, torch.bfloat16, "cpu", lambda: synced.append(None))
+    made = llama_torch.init(config, torch.bfloat16, "cpu", lambda: synced.append(None))
     shapes = jax.tree.map(lambda x: tuple(x.shape), made)
-    assert shapes == jax.tree.map(lambda x: tuple(x.shape), llama.init(config, "bfloat16"))
+    assert shapes == jax.tree.map(lambda x: tuple(x.shape), llama_jax.init(config, "bfloat16"))
     assert len(synced) == config.layers
-    ours, theirs = xla_llama.batch(3, 40), step_attention.batch(3, 40)
-    assert {name: (tuple(x.shape), str(x.dtype)[6:]) for name, x in ours.items()} == {
-        name: (x.shape, str(x.dtype)) for name, x in theirs.items()
-    }
-    assert sorted(ours["tables"].flatten().tolist()) == list(range(ours["tables"].numel()))
 
 
 def test_the_process_of_pytorch_xla_has_the_device():
-    parent = {"PATH": "/bin", "JAX_PLATFORMS": "cuda", "PJRT_DEVICE": "CPU"}
-    found = xla_process.environment(parent, Settings(device="cuda"))
+    parent = {"PATH": "/bin", "JAX_PLATFORMS": "cuda", "PJRT_DEVICE": "CPU", "PYTHONPATH": "/mine"}
+    found = supervisor.environment(parent, Settings(device="cuda"), in_torch_xla=True)
+    root = str(Path(__file__).parents[2])
     assert found == {
         "PATH": "/bin",
         "PJRT_DEVICE": "CUDA",
         "JAX_PLATFORMS": "cpu",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": f"{root}:/mine",
     }
-    own = xla_process.environment({**parent, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, QUICK)
+    own = supervisor.environment(
+        {**parent, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, QUICK, in_torch_xla=True
+    )
     assert own["PJRT_DEVICE"] == "CPU" and own["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    jax = supervisor.environment(parent, Settings(device="cuda"), in_torch_xla=False)
+    assert jax["JAX_PLATFORMS"] == "cuda" and jax["PJRT_DEVICE"] == "CPU"
 
 
-def test_a_process_that_dies_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_front_end_has_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    case = llama.cases(QUICK)[0]
+    monkeypatch.setattr(sections, "cases", lambda section, settings: [case])
+    in_jax, *others = sections.processes(["step", "decode"], QUICK)
+    assert in_jax == [Job("step", case), Job("decode", case)]
+    assert others == [[Job("step", case, llama.LAZY)], [Job("step", case, llama.OPENXLA)]]
+
+    measured = json.dumps({"row": {"contender": llama.LAZY, "us": 1.0}})
     script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    script.write_text(
+        f"""#!/bin/sh
+echo '{{"begin": [null, false]}}'
+case "$*" in
+    *lazy*) echo '{measured}'; echo '{{"begin": ["kernels of it", false]}}';;
+esac
+kill -9 $$
+"""
+    )
     script.chmod(0o755)
-    monkeypatch.setattr(xla_process.sys, "executable", str(script))
-    begin, row = xla_process.run(xla_frontends.LAZY, "a case", QUICK)
-    assert begin == {"begin": xla_frontends.LAZY} and row["contender"] == xla_frontends.LAZY
-    assert row["failed"] == "the process ended with -9" and row["ours"] and row["case"] == "a case"
-
-    measured = json.dumps({"contender": xla_frontends.LAZY, "us": 1.0})
-    script.write_text(f"#!/bin/sh\necho '{measured}'\nkill -9 $$\n")
-    _, row, lost = xla_process.run(xla_frontends.LAZY, "a case", QUICK)
-    assert row["us"] == 1 and lost["contender"] == f"kernels of {xla_frontends.LAZY}" and not lost["ours"]
-    avoid = dataclasses.replace(QUICK, avoid=(("a case", xla_frontends.LAZY),))
-    assert not list(xla_process.run(xla_frontends.LAZY, "a case", avoid))
+    monkeypatch.setattr(supervisor.sys, "executable", str(script))
+    *_, timed, profiled, lost = supervisor.run(["step"], QUICK, lambda findings: None).rows["step"]
+    assert timed["contender"] == llama.LAZY and timed["us"] == 1 and timed["ours"]
+    assert profiled["contender"] == "kernels of it" and not profiled["ours"]
+    assert lost["contender"] == llama.OPENXLA and lost["ours"] and "ended with -9" in lost["failed"]
 
 
 def test_ceilings_and_facts_without_torchs_cuda():
     if torch.cuda.is_available():
         pytest.skip("PyTorch has CUDA")
-    found = ceilings.measure(ONLY_XLA_HAS_CUDA)
+    found = device.ceilings(ONLY_XLA_HAS_CUDA)
     assert all(one["rate"] > 0 and one["method"].startswith("jitted") for one in found.values())
     assert {name: one["unit"] for name, one in found.items()} == {"copy": "TB/s", "matmul": "TFLOP/s"}
-    assert facts.device(ONLY_XLA_HAS_CUDA)["name"]
-    assert not compare.device_is_lost(ONLY_XLA_HAS_CUDA)
+    assert device.facts(ONLY_XLA_HAS_CUDA)["name"]
+    assert not device.is_lost(ONLY_XLA_HAS_CUDA)
 
 
 def test_host_time_does_not_hold_the_wait():
     waited: list[Any] = []
-    found = step_host.measure(lambda: 7, waited.append)
+    found = timers.host_time(lambda: 7, waited.append)
     assert set(waited) == {7} and len(waited) > 1
     assert 0 <= found["host_us"] < 1000 and 0 <= found["host_cpu_us"] < 1000
 
@@ -229,16 +229,16 @@ def test_profiles_of_this_jax_can_be_read(monkeypatch: pytest.MonkeyPatch):
     import jax.numpy as jnp
 
     program, x = jax.jit(lambda x: (x @ x).sum()), jnp.ones((64, 64))
-    row = profile.row("case", "bfloat16", "it", lambda: program(x), 1)
+    row = profile.row("case", QUICK, "it", lambda: program(x))
     assert "no kernel in the profile; it has" in row["failed"] and "/host:CPU" in row["failed"]
 
     # The host's threads in place of the GPU's streams.
     monkeypatch.setattr(timeline, "_DEVICE_PLANE", "/host:CPU")
     monkeypatch.setattr(timeline, "_STREAM", "")
-    row = profile.row("case", "bfloat16", "it", lambda: program(x), 1)
+    row = profile.row("case", QUICK, "it", lambda: program(x))
     assert "failed" not in row and row["us"] > 0 and row["kernels"]
     assert 0 <= row["largest_gap"] <= 1 and row["timeline"]["busy"] > 0
-    json.dumps(document.judged([row], {}), allow_nan=False)
+    json.dumps(results.judged([row], {}), allow_nan=False)
 
 
 def test_a_tracer_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch):
@@ -251,14 +251,12 @@ def test_a_tracer_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch):
 
     events = steps(8, [(0, 10), (12, 20)], 20)
     monkeypatch.setattr(timeline, "read", lambda folder: events)
-    row = profile.row(
-        "case", "bfloat16", "it", lambda: 1, 1, lambda x: None, (broken, contextlib.nullcontext)
-    )
+    row = profile.row("case", QUICK, "it", lambda: 1, 1, lambda x: None, (broken, contextlib.nullcontext))
     assert row["launches"] == 2 and math.isclose(row["timeline"]["us"], 20)
-    row = profile.row("case", "bfloat16", "it", lambda: 1, 1, lambda x: None, (broken,))
+    row = profile.row("case", QUICK, "it", lambda: 1, 1, lambda x: None, (broken,))
     assert row["failed"] == "RuntimeError: RuntimeError: no profiler"
 
 
 def test_pytorch_xla_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not xla_process.is_installed()
+    assert sections.processes(["step"], QUICK) == [[Job("step", case) for case in llama.cases(QUICK)]]

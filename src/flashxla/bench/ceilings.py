@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 
 import torch
 
+from flashxla.bench import timing
 from flashxla.bench.topic import Ceiling, Options
 
 
@@ -15,7 +14,7 @@ def matmul(dtype: torch.dtype, options: Options) -> Ceiling:
     """torch.matmul in float32 or the case's dtype, the faster one; its work in floating point operations."""
     size = 256 if options.quick else (8192 if options.device == "cuda" else 1024)
     ceilings = [_matmul(d, size, options.device) for d in dict.fromkeys((torch.float32, dtype))]
-    return min(ceilings, key=lambda ceiling: _seconds(ceiling.call, options.sync))
+    return min(ceilings, key=lambda ceiling: timing.sample(ceiling.call, min_seconds=1e-3))
 
 
 @functools.cache
@@ -36,13 +35,3 @@ def _copy(num_bytes: int, device: str) -> Ceiling:
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.zeros_like(source)
     return Ceiling(f"copy_ of {num_bytes // 2**20} MiB", lambda: target.copy_(source), 2.0 * num_bytes)
-
-
-def _seconds(call: Callable[[], object], sync: Callable[[], None], calls: int = 3) -> float:
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        sync()
-        times.append(time.perf_counter() - start)
-    return min(times)

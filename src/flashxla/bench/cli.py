@@ -7,62 +7,67 @@ import importlib
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from flashxla import install, output_file
 
 TOPICS = ("prefill", "decode", "kv_write")
 STRATEGIES = "strategies"
-GPU_ONLY = ("mixed", "overhead", "step")  # on the cpu with --quick, to see that they run
+# Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
+STUDY = ("mixed", "overhead", "plan", "step")
 _EVERYTHING = (None, "all")
-_CPU_DTYPES, _CPU_ROUNDS = ["float32", "bfloat16"], 7
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `flashxla bench`."""
-    parser.description = "Measure the operations on this machine, beside what else could do the work."
+    parser.description = (
+        "Measure the operations on this machine, beside what else could do the work. On a GPU a checkout of flashxla "
+        "measures more than an installed wheel: its folder benchmarks has the study of NVIDIA GPUs."
+    )
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*TOPICS, *GPU_ONLY, STRATEGIES, "all"),
-        help="what to measure; all that the device has if left out. strategies is for the cpu; mixed, overhead "
-        "(of the operations in a jitted program) and step (of a whole Llama-3-8B) are for GPUs",
+        choices=(*TOPICS, *STUDY, STRATEGIES, "all"),
+        help="what to measure; everything that the device has if left out. strategies: ways to write a cache from "
+        "PyTorch/XLA, on the cpu. On GPUs, from a checkout: mixed batches, overhead in a jitted program, plan (one "
+        "for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B)",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also time PyTorch's and JAX's own ways, in turn with ours"
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write everything that was measured; on a GPU also a folder"
+        "--json",
+        metavar="FILE",
+        help="write everything that was measured; - is standard output. On a GPU also a folder, with a file a topic",
     )
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw it; the file's name says the format (.svg, .png), a folder takes .svg",
+        help="draw it; the name says the format (.svg, .png). Folders as with --json",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument(
         "--dtype",
         nargs="+",
         choices=_DTYPES,
-        help="default: float32 bfloat16, on a GPU bfloat16; strategies and GPUs take the first",
+        help="default: float32 and bfloat16, on a GPU bfloat16; strategies and the study take the first",
     )
     parser.add_argument("--threads", type=_positive, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--rounds",
         type=_positive,
         metavar="N",
-        help="samples of each, in turn; default: 7, on a GPU twice 12",
+        help="samples of each contender, in turn; default: 7, in the study twice 12",
     )
     parser.add_argument(
-        "--all",
-        action="store_true",
-        help="GPU: more layouts, page sizes, head sizes, masks and types of ours",
+        "--all", action="store_true", help="study: more layouts, page sizes, head sizes, masks and types"
     )
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="GPU: also the kernels inside the programs of overhead and step",
+        help="study: also the kernels inside the programs of overhead and step",
     )
     parser.add_argument(
         "--quick", action="store_true", help="tiny shapes: does everything run? The figures mean nothing"
@@ -76,40 +81,46 @@ def _positive(text: str) -> int:
     return number
 
 
+def checkout() -> Path | None:
+    """The checkout that this package runs from, if any: it has the study of GPUs, in the folder benchmarks."""
+    source = Path(__file__).parents[2]
+    is_checkout = source.name == "src" and (source.parent / "benchmarks" / "command.py").is_file()
+    return source.parent if is_checkout else None
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files that were asked for. Returns the exit code."""
     # A parent of the measuring process: neither may take the whole GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    args.device = args.device or _default_device()
-    problem = _missing(args) or _unwritable(args)
+    root = checkout()
+    args.device = args.device or ("cuda" if _sees_cuda(root) else "cpu")
+    in_study = root is not None and (args.device == "cuda" or args.name in STUDY)
+    problem = _problem(args, root) or _unwritable(args, in_study)
     if problem:
         print(f"flashxla bench: {problem}", file=sys.stderr)
         return 2
-    if args.device == "cuda" or args.name in GPU_ONLY:
-        from flashxla.bench.gpu import command
-
-        return command.run(args)
-    args.dtype, args.rounds = args.dtype or _CPU_DTYPES, args.rounds or _CPU_ROUNDS
+    if in_study:
+        sys.path.insert(0, str(root))
+        exit_code: int = importlib.import_module("benchmarks.command").run(args)
+        return exit_code
+    args.dtype = args.dtype or (["bfloat16"] if args.device == "cuda" else ["float32", "bfloat16"])
+    args.rounds = args.rounds or 7
     # XLA's CPU runtimes read it when they start.
     os.environ["NPROC"] = str(args.threads)
+
+    from rich.console import Console
 
     from flashxla.bench import report
     from flashxla.bench.topic import Options
 
-    options = Options(
-        dtypes=tuple(args.dtype),
-        device=args.device,
-        threads=args.threads,
-        rounds=args.rounds,
-        peers=args.peers,
-        quick=args.quick,
-    )
-    names = [*TOPICS, STRATEGIES] if args.name in _EVERYTHING else [args.name]
+    options = Options(tuple(args.dtype), args.device, args.threads, args.rounds, args.peers, args.quick)
+    everything = TOPICS if args.device == "cuda" else (*TOPICS, STRATEGIES)
+    names = everything if args.name in _EVERYTHING else [args.name]
     results = {name: _measure(name, options) for name in names}
-    content = report.document(results, options, _command(args))
-    report.show(content)
+    content = report.document(results, options, command(args, "threads"))
+    report.show(content, Console(stderr=args.json == output_file.STANDARD_OUTPUT))
     if args.json:
-        report.write_json(content, args.json)
+        output_file.write_json(args.json, content)
     if args.plot:
         from flashxla.bench import plot
 
@@ -117,16 +128,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _unwritable(args: argparse.Namespace) -> str | None:
-    try:
-        output_file.check("--json", args.json)
-        output_file.check("--plot", args.plot)
-    except output_file.OutputError as error:
-        return f"error: {error}"
+def _unwritable(args: argparse.Namespace, in_study: bool) -> str | None:
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if in_study and path and os.path.isdir(path):
+            continue  # gets a file a topic
+        try:
+            output_file.check(option, path)
+        except output_file.OutputError as error:
+            return f"error: {error}"
     return None
 
 
-def _missing(args: argparse.Namespace) -> str | None:
+def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
+    """Why this cannot be measured here, if so."""
     needed = [("rich", "bench"), ("torch", "torch")]
     if args.plot:
         needed.append(("matplotlib", "bench"))
@@ -135,28 +149,33 @@ def _missing(args: argparse.Namespace) -> str | None:
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
             return f"needs {module}: {install.command(extra)}"
+    asked = {args.name: args.name in STUDY, "--all": args.all, "--profile": args.profile}
+    for what, is_asked in asked.items():
+        if is_asked and root is None:
+            return f"{what} comes with a checkout of the repository, in its folder benchmarks"
     if args.device == "cuda":
         if args.name == STRATEGIES:
             return "--device cuda: strategies runs on the cpu only"
-        if _default_device() != "cuda":
-            return "--device cuda: neither PyTorch nor JAX sees a CUDA device"
-    elif args.name in GPU_ONLY and not args.quick:
+        if not _sees_cuda(root):
+            seeing = "neither PyTorch nor JAX sees a" if root else "PyTorch sees no"
+            return f"--device cuda: {seeing} CUDA device"
+    elif args.name in STUDY and not args.quick:
         return f"{args.name} measures GPUs; with --quick it runs on the cpu, to see that it does"
     return None
 
 
-def _default_device() -> str:
+def _sees_cuda(root: Path | None) -> bool:
+    """The study makes do with JAX where PyTorch has no CUDA."""
     if importlib.util.find_spec("torch"):
         import torch
 
         if torch.cuda.is_available():
-            return "cuda"
-    if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+            return True
+    if root and any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         import jax
 
-        if jax.default_backend() == "gpu":
-            return "cuda"
-    return "cpu"
+        return jax.default_backend() == "gpu"
+    return False
 
 
 def _measure(name: str, options: Any) -> list[dict[str, Any]]:
@@ -166,14 +185,13 @@ def _measure(name: str, options: Any) -> list[dict[str, Any]]:
         return strategies.run(options)
     from flashxla.bench import runner
 
-    topic = importlib.import_module(f"flashxla.bench.{name}").TOPIC
-    return runner.run(topic, options)
+    return runner.run(importlib.import_module(f"flashxla.bench.{name}").TOPIC, options)
 
 
-def _command(args: argparse.Namespace) -> str:
-    """The command that measures the same again."""
+def command(args: argparse.Namespace, *options: str) -> str:
+    """The command that measures the same again. options: more of those that have a value."""
     words = ["flashxla bench", *([args.name] if args.name else [])]
-    words += [f"--{flag}" for flag in ("peers", "quick") if getattr(args, flag)]
+    words += [f"--{flag}" for flag in ("peers", "all", "profile", "quick") if getattr(args, flag)]
     words += [f"--dtype {' '.join(args.dtype)}", f"--device {args.device}"]
-    words += [f"--threads {args.threads}", f"--rounds {args.rounds}"]
+    words += [f"--{option} {getattr(args, option)}" for option in (*options, "rounds")]
     return " ".join(words)

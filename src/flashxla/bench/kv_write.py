@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ class WriteCase:
     page: int = 16
 
 
-CASES = (WriteCase("64 tokens", 64, 1024), WriteCase("8192 tokens", 8192, 1024))
-QUICK_CASES = (WriteCase("5 tokens", 5, 4, heads=2, dim=16),)
+CASES = {
+    device: (WriteCase("64 tokens", 64, blocks), WriteCase("8192 tokens", 8192, blocks))
+    for device, blocks in (("cpu", 1024), ("cuda", 16384))
+} | {"quick": (WriteCase("5 tokens", 5, 4, heads=2, dim=16),)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,65 +63,51 @@ def _work(case: WriteCase, dtype: torch.dtype) -> float:
 
 def _ours(p: WriteProblem) -> Run:
     caches = p.key_cache.clone(), p.value_cache.clone()
-    return Run(
-        lambda: fx.reshape_and_cache_flash(p.key, p.value, *caches, p.slots),
-        lambda _: caches,
-    )
+    return Run(lambda: fx.reshape_and_cache_flash(p.key, p.value, *caches, p.slots), lambda _: caches)
 
 
-def _index_copy(p: WriteProblem) -> Run:
-    caches = p.key_cache.clone(), p.value_cache.clone()
-    keys, values = (cache.flatten(0, 1) for cache in caches)
+def _by(write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> Callable[[WriteProblem], Run]:
+    """write(cache [slots, H, D], slots, tokens): one of PyTorch's own functions."""
 
-    def call() -> None:
-        keys.index_copy_(0, p.slots, p.key)
-        values.index_copy_(0, p.slots, p.value)
+    def build(p: WriteProblem) -> Run:
+        caches = p.key_cache.clone(), p.value_cache.clone()
+        keys, values = (cache.flatten(0, 1) for cache in caches)
 
-    return Run(call, lambda _: caches)
+        def call() -> None:
+            write(keys, p.slots, p.key)
+            write(values, p.slots, p.value)
+
+        return Run(call, lambda _: caches)
+
+    return build
 
 
-def _index_put(p: WriteProblem) -> Run:
-    caches = p.key_cache.clone(), p.value_cache.clone()
-    keys, values = (cache.flatten(0, 1) for cache in caches)
-
-    def call() -> None:
-        keys.index_put_((p.slots,), p.key)
-        values.index_put_((p.slots,), p.value)
-
-    return Run(call, lambda _: caches)
+_index_copy = _by(lambda cache, slots, tokens: cache.index_copy_(0, slots, tokens))
+_index_put = _by(lambda cache, slots, tokens: cache.index_put_((slots,), tokens))
 
 
 def _jax_scatter(p: WriteProblem) -> Run:
     import jax
     import jax.numpy as jnp
 
-    device = jax.devices("cpu" if p.key.device.type == "cpu" else "gpu")[0]
-
-    def array(tensor: torch.Tensor) -> Any:
-        numpy = tensor.cpu().float().numpy() if tensor.is_floating_point() else tensor.cpu().int().numpy()
-        name = str(tensor.dtype).removeprefix("torch.") if tensor.is_floating_point() else "int32"
-        return jax.device_put(jnp.array(numpy).astype(name), device)
-
     def write(keys: Any, values: Any, slots: Any, key: Any, value: Any) -> tuple[Any, Any]:
         return keys.at[slots].set(key), values.at[slots].set(value)
 
     program = jax.jit(write, donate_argnums=(0, 1))
-    state = tuple(array(cache.flatten(0, 1)) for cache in (p.key_cache, p.value_cache))
-    slots, key, value = (array(tensor) for tensor in (p.slots, p.key, p.value))
+    slots, key, value = (jax.dlpack.from_dlpack(tensor) for tensor in (p.slots.int(), p.key, p.value))
+    # Copies, since JAX cannot give away memory that is not its own.
+    state = tuple(
+        jnp.copy(jax.dlpack.from_dlpack(cache.flatten(0, 1))) for cache in (p.key_cache, p.value_cache)
+    )
 
     def call() -> None:
         nonlocal state
         state = jax.block_until_ready(program(*state, slots, key, value))
 
     def results(_: None) -> list[torch.Tensor]:
-        arrays = (torch.from_numpy(jax.device_get(cache.astype("float32")).copy()) for cache in state)
-        return [a.to(p.key_cache).view(p.key_cache.shape) for a in arrays]
+        return [torch.from_dlpack(cache).view(p.key_cache.shape) for cache in state]
 
     return Run(call, results)
-
-
-def _no_jax() -> str | None:
-    return None if importlib.util.find_spec("jaxlib") else "jax is not installed"
 
 
 TOPIC = Topic(
@@ -127,7 +115,6 @@ TOPIC = Topic(
     unit="GB/s",
     scale=1e9,
     cases=CASES,
-    quick_cases=QUICK_CASES,
     problem=_problem,
     work=_work,
     ceiling=ceilings.copy,
@@ -135,6 +122,6 @@ TOPIC = Topic(
     peers=(
         Peer("torch index_copy_", _index_copy),
         Peer("torch index_put_", _index_put),
-        Peer("jax donated scatter", _jax_scatter, missing=_no_jax),
+        Peer("jax donated scatter", _jax_scatter, serves=lambda case, device: device == "cpu"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Draws a benchmark run: bars of rates, and the strategies' time over the size of the cache."""
+"""Draws a benchmark run: bars of rates or times, and the strategies' time over the size of the cache."""
 
 from __future__ import annotations
 
@@ -12,50 +12,88 @@ from matplotlib.figure import Figure
 from flashxla.bench.report import Row, by_line
 
 _MIB = 2**20
-_BAR = 0.8  # of the space between two cases
+_BAR_INCHES, _MARGIN_INCHES, _STRATEGIES_INCHES = 0.2, 1.1, 4.5
+_OURS, _PEERS = (
+    ("#1b6ca8", "#4a9bd1", "#8cc3e6", "#bcdcf0", "#0f3f66"),
+    ("#e07b39", "#f2b441", "#9c9c9c", "#6b8e5a"),
+)
 
 
 def draw(content: Mapping[str, Any], path: str) -> None:
-    """Write a document's plot to a file whose name says the format."""
-    panels = list(_panels(content["results"]))
-    figure = Figure(figsize=(8, 4.5 * len(panels)), layout="constrained")
+    """Write a document's plot to a file whose name says the format; nothing if nothing was timed."""
+    panels = [(name, rows) for name, rows in _panels(content["results"]) if rows]
+    if not panels:
+        return
+    heights = [_STRATEGIES_INCHES if "mode" in rows[0] else _bars_inches(rows) for _, rows in panels]
+    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axis, (name, rows) in zip(axes, panels, strict=True):
-        if name.startswith("strategies"):
+        if "mode" in rows[0]:
             _draw_strategies(axis, rows)
         else:
-            _draw_rates(axis, rows)
+            _draw_bars(axis, rows, content.get("ceilings", {}))
         axis.set_title(name)
-    figure.suptitle(content["machine"]["cpu"], fontsize="small")
+    device = content.get("device", {}).get("name") or content["machine"]["cpu"]
+    figure.suptitle(device, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
 def _panels(results: Mapping[str, list[Row]]) -> list[tuple[str, list[Row]]]:
     panels = []
     for name, rows in results.items():
-        if name != "strategies":
-            panels.append((name, rows))
-            continue
-        for mode in dict.fromkeys(row["mode"] for row in rows):
-            panels.append((f"strategies, {mode}", [row for row in rows if row["mode"] == mode]))
+        if name == "strategies":
+            for mode in dict.fromkeys(row["mode"] for row in rows):
+                panels.append((f"{name}, {mode}", [row for row in rows if row["mode"] == mode]))
+        else:
+            timed = [row for row in rows if ("seconds" in row or "us" in row) and not row.get("derived")]
+            panels.append((name, timed))
     return panels
 
 
-def _draw_rates(axis: Axes, rows: list[Row]) -> None:
-    groups = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    height = _BAR / len(contenders)
-    for i, contender in enumerate(contenders):
-        mine = [row for row in rows if row["contender"] == contender]
-        places = [groups.index((row["case"], row["dtype"])) + i * height for row in mine]
-        axis.barh(places, [row["rate"] for row in mine], height, label=contender)
-    middle = (_BAR - height) / 2
-    axis.set_yticks([i + middle for i in range(len(groups))], [f"{case}\n{dtype}" for case, dtype in groups])
-    axis.tick_params("y", labelsize="small")
-    axis.invert_yaxis()
-    axis.set_xlabel(rows[0]["unit"] if rows else "")
-    axis.legend(fontsize="small")
+def _label(row: Row) -> str:
+    usual = row["dtype"] is None or ("us" in row and row["dtype"] == "bfloat16")  # on a GPU
+    return row["case"] if usual else f"{row['case']}\n{row['dtype']}"
+
+
+def _bars_inches(rows: list[Row]) -> float:
+    return _MARGIN_INCHES + _BAR_INCHES * (len(rows) + len({_label(row) for row in rows}))
+
+
+def _draw_bars(axis: Axes, rows: list[Row], ceilings: Mapping[str, Any]) -> None:
+    """Rates if all rows have one, else microseconds."""
+    rated = all("rate" in row for row in rows)
+    colours = _colours(rows)
+    place, last = 0.0, None
+    ticks: dict[str, list[float]] = {}
+    for row in rows:
+        label = _label(row)
+        place += 2 if last not in (None, label) else 1
+        last = label
+        ticks.setdefault(label, []).append(place)
+        value = row["rate"] if rated else row["us"]
+        axis.barh(place, value, 0.9, color=colours[row["contender"]])
+        axis.annotate(f" {value:.3g}", (value, place), va="center", fontsize="x-small")
+    axis.set_yticks([sum(places) / len(places) for places in ticks.values()], list(ticks), fontsize="small")
+    axis.set_xlabel(rows[0]["unit"] if rated else "us")
+    ceiling = ceilings.get(rows[0].get("ceiling", ""))
+    if rated and ceiling:
+        axis.axvline(ceiling["rate"], color="black", linestyle="--", linewidth=1, label=ceiling["name"])
+    for contender, colour in colours.items():
+        axis.barh([0], [0], color=colour, label=contender)
+    axis.set_ylim(place + 1, 0)
+    axis.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _colours(rows: list[Row]) -> dict[str, str]:
+    """Blue is ours."""
+    found: dict[str, str] = {}
+    for row in rows:
+        ours = row.get("ours", row["contender"] == "flashxla")
+        palette = _OURS if ours else _PEERS
+        used = sum(colour in palette for colour in found.values())
+        found.setdefault(row["contender"], palette[used % len(palette)])
+    return found
 
 
 def _draw_strategies(axis: Axes, rows: list[Row]) -> None:

@@ -13,18 +13,27 @@ def _prompts(*lens: int) -> tuple[tuple[int, int], ...]:
     return tuple((n, n) for n in lens)
 
 
-CASES = (
-    AttentionCase("1 x 2048", _prompts(2048)),
-    AttentionCase("4 x 512", _prompts(*[512] * 4)),
-    AttentionCase("1 x 2048, pages of 16", _prompts(2048), page=16),
-    AttentionCase("1 x 2048, 32 heads on 8", _prompts(2048), heads=(32, 8)),
-    AttentionCase("ragged, 8 of 64 to 2048", _prompts(*log_uniform(64, 2048, 8, seed=1))),
-)
+_RAGGED = _prompts(*log_uniform(64, 2048, 8, seed=1))
 
-QUICK_CASES = (
-    AttentionCase("2 x 32", _prompts(32, 32), heads=(2, 2), dim=32),
-    AttentionCase("ragged, pages of 16, 4 heads on 2", _prompts(7, 33), heads=(4, 2), dim=32, page=16),
-)
+CASES = {
+    "cpu": (
+        AttentionCase("1 x 2048", _prompts(2048)),
+        AttentionCase("4 x 512", _prompts(*[512] * 4)),
+        AttentionCase("1 x 2048, pages of 16", _prompts(2048), page=16),
+        AttentionCase("1 x 2048, 32 heads on 8", _prompts(2048), heads=(32, 8)),
+        AttentionCase("ragged, 8 of 64 to 2048", _RAGGED),
+    ),
+    "cuda": (
+        AttentionCase("1 x 8192, 32 heads on 8", _prompts(8192), heads=(32, 8)),
+        AttentionCase("1 x 8192, 32 heads on 8, pages of 16", _prompts(8192), heads=(32, 8), page=16),
+        AttentionCase("4 x 2048, 32 heads on 8, pages of 16", _prompts(*[2048] * 4), heads=(32, 8), page=16),
+        AttentionCase("ragged, 8 of 64 to 2048, pages of 16", _RAGGED, heads=(32, 8), page=16),
+    ),
+    "quick": (
+        AttentionCase("2 x 32", _prompts(32, 32), heads=(2, 2), dim=32),
+        AttentionCase("ragged, pages of 16, 4 heads on 2", _prompts(7, 33), heads=(4, 2), dim=32, page=16),
+    ),
+}
 
 
 def _work(case: AttentionCase, dtype: torch.dtype) -> float:
@@ -38,7 +47,6 @@ TOPIC = Topic(
     unit="TFLOP/s",
     scale=1e12,
     cases=CASES,
-    quick_cases=QUICK_CASES,
     problem=attention.problem,
     work=_work,
     ceiling=ceilings.matmul,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,83 +15,109 @@ from flashxla.bench.topic import Options
 
 Row = dict[str, Any]
 Results = Mapping[str, list[Row]]
+Column = tuple[str, Callable[[Row], str]]
 _MIB = 2**20
-_WIDTH_OF_FILES = 150
+_WIDTH_OF_FILES = 180
 
 
 def document(results: Results, options: Options, command: str) -> dict[str, Any]:
     """Everything, as JSON holds it."""
+    return {"schema": 1, **origin(command), "options": dataclasses.asdict(options), "results": dict(results)}
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Where figures come from."""
     return {
-        "schema": 1,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.facts(),
         "versions": machine.versions(),
-        "options": dataclasses.asdict(options),
-        "results": dict(results),
     }
 
 
-def write_json(content: Mapping[str, Any], path: str) -> None:
-    """Write a document."""
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
-
-
-def show(content: Mapping[str, Any], console: Console | None = None) -> None:
+def show(content: Mapping[str, Any], console: Console) -> None:
     """Print a document's tables."""
-    console = console or Console()
+    facts = content["machine"]
+    threads = content["options"]["threads"]
+    begin(content, console)
+    console.print(f"{threads} threads of {facts['cores']} cores; load {facts['load_average']:.1f}")
+    for name, rows in content["results"].items():
+        if name == "strategies":
+            console.print(_strategies_table(rows))
+            for row in rows:
+                if "error" in row:
+                    line = f"{row['strategy']}, {row['mode']}: {row['error']}"
+                    console.print(line, style="dim", markup=False)
+            continue
+        ceilings = ", ".join(dict.fromkeys(row["ceiling"] for row in rows))
+        console.print(table(f"{name} (ceiling: {ceilings})", rows, ("case", "dtype"), _COLUMNS))
+
+
+def begin(content: Mapping[str, Any], console: Console) -> None:
+    """Print the device and the versions."""
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES
-    facts, versions = content["machine"], content["versions"]
-    threads = content["options"]["threads"]
-    console.print(
-        f"{facts['cpu']}, {threads} threads of {facts['cores']} cores; load {facts['load_average']:.1f}"
-    )
-    console.print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    for name, rows in content["results"].items():
-        console.print(_strategies_table(rows) if name == "strategies" else _topic_table(name, rows))
-        if name == "strategies":
-            _print_errors(rows, console)
+    device = content.get("device", {}).get("name") or content["machine"]["cpu"]
+    console.print(device, markup=False)
+    console.print(", ".join(f"{name} {version}" for name, version in content["versions"].items()))
 
 
-def _topic_table(name: str, rows: list[Row]) -> Table:
-    ceilings = ", ".join(dict.fromkeys(row["ceiling"] for row in rows))
-    table = Table(title=f"{name} (ceiling: {ceilings})", title_justify="left")
-    for column in ("case", "dtype", "contender"):
-        table.add_column(column)
-    unit = rows[0]["unit"] if rows else "rate"
-    for column in ("time", unit, "ceiling", "of it", "flashxla is faster by"):
-        table.add_column(column, justify="right")
+def table(title: str, rows: Sequence[Row], groups: Sequence[str], columns: Sequence[Column]) -> Table:
+    """A line a row; what a group's rows have in common is written once. Columns without a figure are left out."""
+    found = Table(title=title, title_justify="left")
+    shown = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
+    for name in (*groups, "contender"):
+        found.add_column(name)
+    for name, _ in shown:
+        found.add_column(name, justify="right")
     last = None
     for row in rows:
-        group = row["case"], row["dtype"]
+        group = tuple(row[name] for name in groups)
         if last not in (None, group):
-            table.add_section()
-        table.add_row(
-            *(group if group != last else ("", "")),
-            row["contender"],
-            seconds(row["seconds"]),
-            f"{row['rate']:.3g}",
-            f"{row['ceiling_rate']:.3g}",
-            f"{row['of_ceiling']:.0%}",
-            f"{row['ours_is_faster']:.2f}",
-        )
+            found.add_section()
+        first = group if group != last else ("",) * len(group)
+        found.add_row(*first, row["contender"], *(cell(row) for _, cell in shown))
         last = group
-    return table
+    return found
+
+
+def figure(field: str, form: str, unit: str | None = None) -> Callable[[Row], str]:
+    """A cell: a field of the row, and what another one says of its unit."""
+
+    def cell(row: Row) -> str:
+        if row.get(field) is None:
+            return ""
+        return format(row[field], form) + (f" {row[unit]}" if unit else "")
+
+    return cell
+
+
+def seconds(value: float) -> str:
+    """A time for people."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+# Of the topics prefill, decode and kv_write.
+_COLUMNS: tuple[Column, ...] = (
+    ("time", lambda row: seconds(row["seconds"])),
+    ("rate", figure("rate", ".3g", "unit")),
+    ("ceiling", figure("ceiling_rate", ".3g")),
+    ("of it", figure("of_ceiling", ".0%")),
+    ("flashxla is faster by", figure("ours_is_faster", ".2f")),
+)
 
 
 def _strategies_table(rows: list[Row]) -> Table:
     sizes = sorted({row["bytes"] for row in rows if "bytes" in row})
-    table = Table(
-        title="strategies: one write of 64 tokens on PyTorch/XLA, by the size of the cache",
-        title_justify="left",
-    )
-    for column in ("strategy", "mode", "works"):
-        table.add_column(column)
+    title = "strategies: one write of 64 tokens on PyTorch/XLA, by the size of the cache"
+    found = Table("strategy", "mode", "works", title=title, title_justify="left")
     for size in sizes:
-        table.add_column(f"{size // _MIB} MiB", justify="right")
+        found.add_column(f"{size // _MIB} MiB", justify="right")
     for column in ("last / first", "extra memory", "same buffer"):
-        table.add_column(column, justify="right")
+        found.add_column(column, justify="right")
     for (strategy, mode), cells in by_line(rows).items():
         works = all(row["works"] for row in cells)
         timed = {row["bytes"]: row for row in cells if "seconds" in row}
@@ -104,14 +128,8 @@ def _strategies_table(rows: list[Row]) -> Table:
             extra = last["extra_bytes"]
             memory = "?" if extra is None else f"{extra / _MIB:.0f} MiB = {extra / last['bytes']:.2f} caches"
             facts = f"{last['growth']:.2f}", memory, "yes" if last["pointer_stays"] else "no"
-        table.add_row(strategy, mode, "yes" if works else "no", *times, *facts)
-    return table
-
-
-def _print_errors(rows: list[Row], console: Console) -> None:
-    for row in rows:
-        if "error" in row:
-            console.print(f"{row['strategy']}, {row['mode']}: {row['error']}", style="dim", markup=False)
+        found.add_row(strategy, mode, "yes" if works else "no", *times, *facts)
+    return found
 
 
 def by_line(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -120,11 +138,3 @@ def by_line(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
     for row in rows:
         lines.setdefault((row["strategy"], row["mode"]), []).append(row)
     return lines
-
-
-def seconds(value: float) -> str:
-    """A time for people."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashxla.bench import timing
-from flashxla.bench.topic import Options, Peer, Run, Topic
+from flashxla.bench.topic import Options, Run, Topic
 
 _CEILING = "ceiling"
 # Absolute and relative. 16 bits: contenders may round softmax weights and partial results to their dtype.
@@ -22,32 +22,19 @@ Row = dict[str, Any]
 def run(topic: Topic, options: Options) -> list[Row]:
     """One row for each (case, dtype, contender), as the JSON report holds it."""
     torch.set_num_threads(options.threads)
-    peers = _usable_peers(topic)
     rows: list[Row] = []
-    for case in topic.quick_cases if options.quick else topic.cases:
+    for case in topic.cases["quick" if options.quick else options.device]:
         for dtype in options.dtypes:
             print(f"{topic.name}: {case.name}, {dtype}", file=sys.stderr)
-            rows += _run_case(topic, case, getattr(torch, dtype), peers, options)
+            rows += _run_case(topic, case, getattr(torch, dtype), options)
     return rows
 
 
-def _usable_peers(topic: Topic) -> list[Peer]:
-    peers = []
-    for peer in topic.peers:
-        if why := peer.missing():
-            print(f"{topic.name}: without {peer.name}: {why}", file=sys.stderr)
-        else:
-            peers.append(peer)
-    return peers
-
-
-def _run_case(
-    topic: Topic, case: Any, dtype: torch.dtype, peers: list[Peer], options: Options
-) -> Iterator[Row]:
+def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> Iterator[Row]:
     torch.manual_seed(0)
     problem = topic.problem(case, dtype, torch.device(options.device))
     ours = topic.ours.build(problem)
-    serving = [peer for peer in peers if peer.serves(case, options.device)]
+    serving = [peer for peer in topic.peers if peer.serves(case, options.device)]
     # Without --peers the first one still says whether our results are right.
     runs = {peer.name: peer.build(problem) for peer in (serving if options.peers else serving[:1])}
     errors = {
@@ -58,7 +45,7 @@ def _run_case(
     timed = {topic.ours.name: ours, **(runs if options.peers else {})}
     calls = {name: run.call for name, run in timed.items()}
     min_seconds = 0.001 if options.quick else timing.MIN_SAMPLE_SECONDS
-    samples = timing.interleave({**calls, _CEILING: ceiling.call}, options.rounds, min_seconds, options.sync)
+    samples = timing.interleave({**calls, _CEILING: ceiling.call}, options.rounds, min_seconds)
     work = topic.work(case, dtype)
     for name in timed:
         times = samples[name]

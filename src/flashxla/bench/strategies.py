@@ -7,11 +7,13 @@ write. All but the existing function run flashxla's custom call, so only the way
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ SIZES = (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 2048 * MIB)  # of K and V to
 QUICK_SIZES = (1 * MIB, 2 * MIB)
 MODES = ("lazy", "openxla")
 
-Caches = tuple[torch.Tensor, torch.Tensor]
+T = torch.Tensor
+Caches = tuple[T, T]
 Row = dict[str, Any]
 
 
@@ -43,13 +46,7 @@ class Strategy:
     allow_in_graph: bool = False
 
 
-def _direct(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def _direct(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
     """Put the custom call into XLA's graph without an operation of PyTorch's, then assign `.data`."""
     from flashxla import ops, torch_library
     from flashxla.xla import embed
@@ -59,38 +56,20 @@ def _direct(
     key_cache.data, value_cache.data = embed.run(op, values)
 
 
-def _existing(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def _existing(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
     """Reuse a function that knows nothing of XLA: PyTorch's own (vLLM's has CUDA tensors only)."""
     key_cache.flatten(0, 1).index_copy_(0, slots, key)
     value_cache.flatten(0, 1).index_copy_(0, slots, value)
 
 
-def _tpu_style(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def _tpu_style(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
     """A functional operation that returns new caches, then copy_, which XLA may or may not remove."""
     new = torch.ops.flashxla.reshape_and_cache_flash_functional(key, value, key_cache, value_cache, slots)
     key_cache.copy_(new[0])
     value_cache.copy_(new[1])
 
 
-def _tpu_style_donor(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def _tpu_style_donor(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
     """The same, with the old caches offered to XLA as buffers for its results."""
     new = torch.ops.flashxla.reshape_and_cache_flash_functional(key, value, key_cache, value_cache, slots)
     torch.ops.xla.dynamo_set_buffer_donor_(key_cache, True)
@@ -99,25 +78,13 @@ def _tpu_style_donor(
     value_cache.copy_(new[1])
 
 
-def _clone_and_return(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> Caches:
+def _clone_and_return(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> Caches:
     """Write into clones and return them."""
     clones = key_cache.clone(), value_cache.clone()
     return torch.ops.flashxla.reshape_and_cache_flash_functional(key, value, *clones, slots)
 
 
-def _aliased(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def _aliased(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
     """flashxla's operation."""
     fx.reshape_and_cache_flash(key, value, key_cache, value_cache, slots)
 
@@ -139,23 +106,43 @@ def run(options: Options) -> list[Row]:
     goes on with the next one.
     """
     sizes = QUICK_SIZES if options.quick else _sizes_that_fit(SIZES)
-    names = [strategy.name for strategy in STRATEGIES]
     rows: list[Row] = []
-    while names:
-        new, last_words = _run_process(names, sizes, options)
-        rows += new
-        measured = {(row["strategy"], row["mode"]) for row in new}
-        missing = [(name, mode) for name in names for mode in MODES if (name, mode) not in measured]
-        if not missing:
-            break
-        crashed = missing[0][0]
-        rows += [
-            {"strategy": name, "mode": mode, "works": False, "error": last_words}
-            for name, mode in missing
-            if name == crashed
-        ]
-        names = names[names.index(crashed) + 1 :]
+    pool = None
+    for index, mode in itertools.product(range(len(STRATEGIES)), MODES):
+        name = STRATEGIES[index].name
+        print(f"strategies: {name}, {mode}", file=sys.stderr)
+        pool = pool or _new_process(options.threads)
+        try:
+            found = pool.submit(_measured, index, mode, sizes, options).result()
+        except BrokenProcessPool:
+            found = [{"works": False, "error": "the process crashed"}]
+            pool = None
+        rows += [{"strategy": name, "mode": mode, **row} for row in found]
+    if pool:
+        pool.shutdown()
     return rows
+
+
+def _new_process(threads: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _set_environment, (threads,))
+
+
+def _set_environment(threads: int) -> None:
+    os.environ.update(PJRT_DEVICE="CPU", NPROC=str(threads))
+
+
+def _measured(index: int, mode: str, sizes: tuple[int, ...], options: Options) -> list[Row]:
+    """Runs in that process."""
+    from flashxla.bench import strategy_process
+
+    torch.manual_seed(0)
+    dtype, seconds = getattr(torch, options.dtypes[0]), 0.1 if options.quick else 8.0
+    try:
+        return strategy_process.measure(STRATEGIES[index], mode, sizes, dtype, options.rounds, seconds)
+    except Exception as error:  # whatever a strategy dies of is its result
+        line = (str(error).strip().splitlines() or [""])[0]
+        # Dynamo puts the call with all its arguments before the error that it got.
+        return [{"works": False, "error": f"{type(error).__name__}: {line.rpartition(': got ')[2]}"}]
 
 
 def _sizes_that_fit(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,25 +155,3 @@ def _sizes_that_fit(sizes: tuple[int, ...]) -> tuple[int, ...]:
             file=sys.stderr,
         )
     return fitting
-
-
-def _run_process(names: list[str], sizes: tuple[int, ...], options: Options) -> tuple[list[Row], str]:
-    """What a process could measure, and what it said in the end."""
-    print(f"strategies: {', '.join(names)}", file=sys.stderr)
-    request = {
-        "strategies": names,
-        "sizes": sizes,
-        "dtype": options.dtypes[0],
-        "rounds": options.rounds,
-        "seconds": 0.1 if options.quick else 8.0,
-    }
-    process = subprocess.run(
-        [sys.executable, "-m", "flashxla.bench.strategy_process", json.dumps(request)],
-        env={**os.environ, "PJRT_DEVICE": "CPU", "NPROC": str(options.threads)},
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    last_line = (process.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-    return rows, f"the process ended with {process.returncode}: {last_line}"

@@ -1,12 +1,10 @@
-"""The process that measures strategies: a JSON request as its argument, a JSON line for each result."""
+"""Measures a strategy in PyTorch/XLA, in a process of its own."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import torch_xla
 
 from flashxla.bench import machine
-from flashxla.bench.strategies import MODES, STRATEGIES, Row, Strategy
+from flashxla.bench.strategies import Row, Strategy
 
 _HEADS, _DIM, _PAGE = 8, 128, 16
 _TOKENS = 64
@@ -80,6 +78,8 @@ def measure(
     torch._dynamo.reset()
     gc.collect()
     write = strategy.write
+    if strategy.allow_in_graph:
+        torch._dynamo.allow_in_graph(write)
     if mode == "openxla":
         # A function around it, since torch.compile always looks into the one that it is given.
         write = torch.compile(lambda *args: strategy.write(*args), backend="openxla", fullgraph=True)
@@ -126,38 +126,3 @@ def _interleaved_times(writers: list[Writer], rounds: int, seconds: float) -> li
             # The first of several short ones finds the processor's caches filled by another writer.
             of_writer += samples[1:] or samples
     return times
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
-    # Dynamo puts the call with all its arguments before the error that it got.
-    return f"{type(error).__name__}: {line.rpartition(': got ')[2]}"
-
-
-def main() -> None:
-    """Measure what the request names."""
-    request = json.loads(sys.argv[1])
-    torch.manual_seed(0)
-    for strategy in STRATEGIES:
-        if strategy.name not in request["strategies"]:
-            continue
-        if strategy.allow_in_graph:
-            torch._dynamo.allow_in_graph(strategy.write)
-        for mode in MODES:
-            try:
-                rows = measure(
-                    strategy,
-                    mode,
-                    request["sizes"],
-                    getattr(torch, request["dtype"]),
-                    request["rounds"],
-                    request["seconds"],
-                )
-            except Exception as error:  # whatever a strategy dies of is its result
-                rows = [{"works": False, "error": _first_line(error)}]
-            for row in rows:
-                print(json.dumps({"strategy": strategy.name, "mode": mode, **row}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,18 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-
-
-class Case(Protocol):
-    """A row of a topic's case table: a frozen dataclass of a name and shapes."""
-
-    @property
-    def name(self) -> str:
-        """What the report calls it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +21,6 @@ class Options:
     rounds: int = 7
     peers: bool = False
     quick: bool = False
-
-    @property
-    def sync(self) -> Callable[[], None]:
-        """Waits until the device has done its work."""
-        return torch.cuda.synchronize if self.device == "cuda" else lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +38,12 @@ class Run:
 class Peer:
     """A contender: builds its run from a problem's tensors, outside the timing.
 
-    serves: whether it can run a case on a device. missing: why it cannot run in this process, or None.
+    serves: whether it can run a case on a device.
     """
 
     name: str
     build: Callable[[Any], Run]
     serves: Callable[[Any, str], bool] = lambda case, device: True
-    missing: Callable[[], str | None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +59,14 @@ class Ceiling:
 class Topic:
     """One benchmark.
 
-    problem: a case's tensors. work: what one call must do; its rate, divided by scale, is in `unit`.
-    peers: the first is the reference that the results are held against.
+    cases: by device, and the tiny ones of --quick; each has a name. problem: a case's tensors. work: what one call
+    must do; its rate, divided by scale, is in `unit`. peers: the first is the reference for the results.
     """
 
     name: str
     unit: str
     scale: float
-    cases: tuple[Any, ...]
-    quick_cases: tuple[Any, ...]
+    cases: Mapping[str, tuple[Any, ...]]
     problem: Callable[[Any, torch.dtype, torch.device], Any]
     work: Callable[[Any, torch.dtype], float]
     ceiling: Callable[[torch.dtype, Options], Ceiling]

@@ -1,0 +1,154 @@
+"""Attention of a batch by others: PyTorch's cuDNN and FlashAttention-2, JAX's cuDNN and Pallas kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from benchmarks import attention, jax_programs
+from benchmarks.batch import Batch
+from benchmarks.compare import Contender, Prepared
+
+_PALLAS_SPLITS, _PALLAS_PAGES = 16, 8  # its defaults
+
+
+def of_attention(batch: Batch) -> list[Contender]:
+    """Those that serve a batch."""
+    shape = batch.shape
+    if not shape.plain:
+        return []
+    decode = all(new == 1 for new, _ in shape.lens)
+    # PyTorch's and JAX's causal mask is ours for whole prompts only.
+    whole = all(new == keys for new, keys in shape.lens)
+    found = []
+    if whole or (decode and shape.uniform):
+        found.append(Contender("torch SDPA cuDNN", lambda: _sdpa(batch, SDPBackend.CUDNN_ATTENTION)))
+        found.append(Contender("torch SDPA FA2", lambda: _sdpa(batch, SDPBackend.FLASH_ATTENTION)))
+    if not decode and not (whole and shape.uniform):
+        found.append(flash_varlen(batch))
+    if whole and shape.uniform:
+        found.append(Contender("jax.nn cuDNN", lambda: _jax_cudnn(batch)))
+    if decode:
+        found.append(Contender("JAX Pallas paged_attention", lambda: _pallas(batch)))
+    return found
+
+
+def flash_varlen(batch: Batch) -> Contender:
+    """FlashAttention-2 on a ragged batch without pages."""
+    return Contender("torch FA2 varlen, dense", lambda: _flash_varlen(batch))
+
+
+def _sdpa(batch: Batch, backend: SDPBackend) -> Prepared:
+    """One call for sequences that are alike, else a call for each."""
+    shape = batch.shape
+    groups = [(shape.lens[0], len(shape.lens))] if shape.uniform else [(lens, 1) for lens in shape.lens]
+    causal = shape.lens[0][0] > 1
+
+    def heads_first(tokens: torch.Tensor, which: int) -> list[torch.Tensor]:
+        parts = tokens.split([lens[which] * count for lens, count in groups])
+        return [
+            part.unflatten(0, (count, lens[which])).transpose(1, 2).contiguous()
+            for part, (lens, count) in zip(parts, groups, strict=True)
+        ]
+
+    sets: list[Sequence[tuple[torch.Tensor, ...]]] = [
+        tuple(zip(heads_first(q, 0), heads_first(k, 1), heads_first(v, 1), strict=True))
+        for q, (k, v) in zip(batch.q, batch.dense, strict=True)
+    ]
+
+    def call(parts: Sequence[Any], gqa: bool) -> list[torch.Tensor]:
+        with sdpa_kernel(backend):
+            return [sdpa(q, k, v, is_causal=causal, enable_gqa=gqa) for q, k, v in parts]
+
+    def output(outs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
+
+    note = "enable_gqa"
+    try:
+        call(sets[0], True)
+    except RuntimeError:
+        note = "KV heads repeated outside the timing"
+        repeats = shape.heads[0] // shape.heads[1]
+        sets = [
+            tuple((q, *(x.repeat_interleave(repeats, 1) for x in (k, v))) for q, k, v in parts)
+            for parts in sets
+        ]
+    gqa = note == "enable_gqa"
+    if len(groups) > 1:
+        note += f", {len(groups)} calls"
+    calls = [functools.partial(call, parts, gqa) for parts in sets]
+    return attention.prepared(batch, calls, ours=False, output=output, note=note)
+
+
+def _flash_varlen(batch: Batch) -> Prepared:
+    """FlashAttention-2's ragged kernel; its causal mask is aligned as ours."""
+    max_q = max(new for new, _ in batch.shape.lens)
+    max_k = max(keys for _, keys in batch.shape.lens)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, batch.cu_q, batch.cu_k, max_q, max_k, 0.0, True, False
+        )
+
+    calls = [functools.partial(call, q, k, v) for q, (k, v) in zip(batch.q, batch.dense, strict=True)]
+    return attention.prepared(batch, calls, ours=False, output=lambda results: results[0])
+
+
+def _jax_cudnn(batch: Batch) -> Prepared:
+    import jax
+
+    count = len(batch.shape.lens)
+
+    def call(q: Any, keys_values: Any) -> Any:
+        return jax.nn.dot_product_attention(q, *keys_values, is_causal=True, implementation="cudnn")
+
+    def array(tokens: torch.Tensor) -> Any:
+        return jax_programs.array(tokens.unflatten(0, (count, -1)))
+
+    inputs = [(array(k), array(v)) for k, v in batch.dense]
+    return jax_programs.chain(
+        batch,
+        call,
+        array(batch.q[0]),
+        inputs,
+        ours=False,
+        to_output=lambda out: out.reshape(batch.q[0].shape),
+    )
+
+
+def pallas_width(width: int) -> int:
+    """A width of the block table that the kernel takes: whole splits of whole blocks of pages."""
+    splits = _PALLAS_SPLITS
+    block = splits * _PALLAS_PAGES
+    unit = block if width > block else splits
+    return math.ceil(width / unit) * unit
+
+
+def _pallas(batch: Batch) -> Prepared:
+    from jax.experimental.pallas.ops.gpu import paged_attention as pallas
+
+    pages = [jax_programs.array(cache.permute(2, 0, 1, 3)) for cache in (batch.keys, batch.values)]
+    missing = pallas_width(batch.shape.width) - batch.shape.width
+    scale = batch.shape.dim**-0.5  # the kernel has none
+
+    def call(q: Any, inputs: Any) -> Any:
+        k_pages, v_pages, table, lens = inputs
+        return pallas.paged_attention(q * scale, k_pages, v_pages, table, lens)
+
+    inputs = [
+        (
+            *pages,
+            jax_programs.array(torch.nn.functional.pad(table, (0, missing))),
+            jax_programs.array(batch.lens_k),
+        )
+        for table in batch.tables
+    ]
+    return jax_programs.chain(
+        batch, call, jax_programs.array(batch.q[0]), inputs, ours=False, note="K and V with the heads first"
+    )

@@ -1,0 +1,63 @@
+"""What can be measured: each section is a module with `run(section, case, settings)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks import kv_write, llama, shapes
+from benchmarks.compare import Row
+from benchmarks.settings import Settings
+
+_MODULES = {
+    "prefill": "attention",
+    "decode": "attention",
+    "mixed": "attention",
+    "kv_write": "kv_write",
+    "overhead": "overhead",
+    "plan": "plan",
+    "step": "step",
+}
+SECTIONS = tuple(_MODULES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A case to measure. frontend: of PyTorch/XLA, for a step."""
+
+    section: str
+    case: str
+    frontend: str = ""
+
+
+def processes(sections: Sequence[str], settings: Settings) -> list[list[Job]]:
+    """The jobs of each process: one has all cases, and each step through PyTorch/XLA has its own.
+
+    PyTorch/XLA and JAX must not share a GPU's PJRT client.
+    """
+    jobs = [Job(section, case) for section in sections for case in cases(section, settings)]
+    frontends = llama.FRONTENDS if importlib.util.find_spec("torch_xla") else ()
+    steps = [job for job in jobs if job.section == "step"]
+    return [jobs, *([dataclasses.replace(job, frontend=name)] for job in steps for name in frontends)]
+
+
+def cases(section: str, settings: Settings) -> list[str]:
+    """The names of a section's cases."""
+    if section in shapes.FULL:
+        return [shape.name for shape in shapes.of_section(section, settings)]
+    return kv_write.cases(settings) if section == "kv_write" else llama.cases(settings)
+
+
+def run(job: Job, settings: Settings) -> Iterator[Row]:
+    """The rows of a job, and {"begin": what} between them."""
+    if job.frontend:
+        yield from _module("step_xla").run(job.frontend, job.case, settings)
+    else:
+        yield from _module(_MODULES[job.section]).run(job.section, job.case, settings)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{name}")
