@@ -1,0 +1,84 @@
+"""docs/benchmarks.md is what its JSON files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import document, figures, llama, plan, prose_cpu, prose_gpu, shapes, tables, ways
+from benchmarks.figures import Run
+
+
+def test_the_page_is_up_to_date():
+    assert document.PAGE.read_text() == document.text(), "run python -m benchmarks.document"
+
+
+def test_a_table_that_another_page_quotes():
+    page = document.PAGE.with_name("pytorch-xla-gpu.md").read_text()
+    assert tables.steps(Run("h200-step")) in page
+
+
+def test_figures_that_the_readme_quotes():
+    readme = " ".join((document.PAGE.parents[1] / "README.md").read_text().split())
+    copying = [row["seconds"] for row in Run("cpu-strategies").where(bytes=2 * 2**30, pointer_stays=False)]
+    assert f"copies the cache {min(copying):.1f} to {max(copying):.0f} s at 2 GiB" in readme
+    jax, openxla = (
+        Run("h200-step").row(case="batch 16, 2048 keys", contender=name)["us"] / 1e3
+        for name in (ways.OURS.name, llama.OPENXLA)
+    )
+    assert f"takes {openxla:.1f} ms there under openxla at batch 16, {openxla / jax:.2f} times" in readme
+
+
+def changed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """All files as they are, but for the rows of one."""
+    for file in figures.FOLDER.glob("*.json"):
+        content = json.loads(file.read_text())
+        if file.stem == name:
+            for rows in content["results"].values():
+                for row in rows:
+                    change(row)
+        (tmp_path / file.name).write_text(json.dumps(content))
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+
+
+def test_figures_in_sentences_follow_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def slower(row: dict[str, Any]) -> None:
+        if row["strategy"] == "aliased op" and row["mode"] == "lazy":
+            row["seconds"] *= 2
+
+    changed("cpu-strategies", tmp_path, monkeypatch, slower)
+    assert prose_cpu.values()["aliased_ms"] == "1.168 to 1.202"
+
+
+def test_a_statement_that_the_files_contradict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def worse(row: dict[str, Any]) -> None:
+        if row["contender"] == plan.SHARED:
+            row["us"] *= 2
+
+    changed("h200-plan", tmp_path, monkeypatch, worse)
+    with pytest.raises(ValueError, match="no longer say: The shared plan pays"):
+        prose_gpu.values()
+
+
+def test_a_name_that_the_page_does_not_use(monkeypatch: pytest.MonkeyPatch):
+    values = prose_gpu.values()
+    monkeypatch.setattr(prose_gpu, "values", lambda: {**values, "forgotten": "1"})
+    with pytest.raises(ValueError, match="does not use \\['forgotten'\\]"):
+        document.text()
+
+
+def test_the_files_have_the_cases_that_are_measured():
+    run = Run("h200-plan")
+    assert run.names("case") == [shape.name for shape in shapes.PLAN]
+    assert run.names("contender") == [plan.SHARED, plan.EACH]
+
+
+def test_numbers_for_people():
+    found = [figures.number(value) for value in (0.0123, 1.6, 28.04, 153.4, 1014.2, 1000)]
+    assert found == ["0.0123", "1.60", "28.0", "153", "1014", "1000"]
+    assert [figures.time(value) for value in (1.6, 0.0405, 2e-6)] == ["1.60 s", "40.5 ms", "2.00 us"]
+    assert figures.between([0.47, 0.82], ".0%") == "47 to 82%"
+    assert figures.between([1.61, 1.62], ".1f") == "1.6"
