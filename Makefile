@@ -18,7 +18,7 @@ help:  ## this list
 demo: .venv/built  ## a language model writes text through paged attention compiled by XLA
 	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla --temperature 0.6 --top-p 0.9 --max-new-tokens 160
 
-test: lint .venv/built cuda-for-test  ## everything that must hold
+test: lint .venv/built build/jaxlib cuda-for-test  ## everything that must hold
 	@# Tests start many processes: without compiled modules each takes seconds more to import PyTorch.
 	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS)
 

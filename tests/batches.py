@@ -8,6 +8,8 @@ exist is garbage.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ FP8_NAMES = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of flash_attn_varlen_func or paged_attention."""
+    """One call of flash_attn_varlen_func, paged_attention or ragged_paged_attention."""
 
     lens: tuple[tuple[int, int], ...]  # of each sequence: queries, keys
     heads: tuple[int, int] = (4, 2)  # of queries, of keys
@@ -43,6 +45,12 @@ class Case:
     pad_seqs: int | None = None  # sequences after the last real one; None: no num_seqs
     used: bool = False  # dense: seqused_k beside cu_seqlens_k, with unused keys between the sequences
     lse: bool = True
+    v_dim: int | None = None  # of values, where it is another
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The head sizes of keys and of values."""
+        return self.dim, self.dim if self.v_dim is None else self.v_dim
 
     def __str__(self) -> str:
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -91,8 +99,7 @@ def dense_keys(rng: np.random.Generator, case: Case) -> Arguments:
     lengths = np.array([len_k for _, len_k in case.lens], np.int64)
     room = lengths + rng.integers(0, 9, len(lengths)) if case.used else lengths
     offsets = np.cumsum([0, *room])
-    shape = (int(offsets[-1]), case.heads[1], case.dim)
-    stored = [_stored(rng, shape, case) for _ in "kv"]
+    stored = [_stored(rng, (int(offsets[-1]), case.heads[1], dim), case) for dim in case.dims]
     for start, length, end in zip(offsets, lengths, offsets[1:], strict=False):
         for array in stored:
             array[start + length : end] = nans((), array.dtype)
@@ -123,16 +130,17 @@ def paged_keys(rng: np.random.Generator, case: Case, layout: str) -> tuple[tuple
 
 def _caches(case: Case, layout: str, blocks: int) -> tuple[Array, ...]:
     name = case.dtype if case.cache == "same" else case.cache.split(":")[0]
-    return empty_caches(layout, blocks, case.page or 1, case.heads[1], case.dim, DTYPES[name])
+    return empty_caches(layout, blocks, case.page or 1, case.heads[1], case.dim, DTYPES[name], case.v_dim)
 
 
 def empty_caches(
-    layout: str, blocks: int, page: int, heads: int, dim: int, dtype: np.dtype
+    layout: str, blocks: int, page: int, heads: int, dim: int, dtype: np.dtype, v_dim: int | None = None
 ) -> tuple[Array, ...]:
     """Caches of NaN: one tensor or two, by layout."""
-    shapes = {
-        "NHD": [(blocks, page, heads, dim)] * 2,
-        "HND": [(blocks, heads, page, dim)] * 2,
+    v_dim = dim if v_dim is None else v_dim
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "NHD": [(blocks, page, heads, dim), (blocks, page, heads, v_dim)],
+        "HND": [(blocks, heads, page, dim), (blocks, heads, page, v_dim)],
         "interleaved": [(blocks, page, 2 * heads, dim)],
         "packed_HND": [(blocks, heads, page, 2 * dim)],
         "packed_NHD": [(blocks, page, heads, 2 * dim)],
@@ -188,7 +196,7 @@ def _leftpad(rng: np.random.Generator, case: Case, arguments: Arguments) -> Arra
         for position in range(min(int(leftpad[s]), len_k)):
             if case.page is None:
                 at: Any = arguments["cu_seqlens_k"][s] + position
-                views = arguments["k"], arguments["v"]
+                views: tuple[Array, ...] = arguments["k"], arguments["v"]
             else:
                 at = arguments["block_table"][s, position // case.page], position % case.page
                 views = reference.kv_views(case.layout, arguments["k"], arguments["v"])
@@ -198,9 +206,10 @@ def _leftpad(rng: np.random.Generator, case: Case, arguments: Arguments) -> Arra
 
 
 def paged_attention_arguments(rng: np.random.Generator, case: Case) -> Arguments:
-    """The arguments of paged_attention; a case's window is (sliding_window - 1, 0)."""
+    """The arguments of paged_attention; a causal case's window of left keys alone is a sliding_window."""
     query, query_start_loc = _queries(rng, case)
     caches, table, lengths = paged_keys(rng, case, case.layout)
+    seqs = len(query_start_loc) - 1
     arguments: Arguments = {
         "query": query,
         "kv_cache": caches if len(caches) == 2 else caches[0],
@@ -211,12 +220,80 @@ def paged_attention_arguments(rng: np.random.Generator, case: Case) -> Arguments
         "scale": case.dim**-0.5 if case.scale is None else case.scale,
         "layout": case.layout,
         "kv_cache_dtype": case.kv_cache_dtype,
+        "return_softmax_lse": case.lse,
     }
-    if case.window[0] >= 0:
+    if not case.causal:
+        arguments["causal"] = False
+    if case.causal and case.window[0] >= 0 and case.window[1] <= 0:
         arguments["sliding_window"] = case.window[0] + 1
+    elif case.window != (-1, -1):
+        arguments["window_size"] = case.window
     if case.softcap:
         arguments["soft_cap"] = case.softcap
+    if case.alibi:
+        arguments["alibi_slopes"] = _positive(rng, case.alibi, seqs, case.heads[0]) * np.float32(0.2)
+    if case.sinks:
+        arguments["s_aux"] = normal(rng, (case.heads[0],), DTYPES[case.sinks])
     if case.descale:
         for name in ("k_scale", "v_scale"):
-            arguments[name] = _positive(rng, case.descale, len(query_start_loc) - 1, case.heads[1])
+            arguments[name] = _positive(rng, case.descale, seqs, case.heads[1])
+    return arguments
+
+
+def caches_of(arguments: Arguments) -> tuple[Any, ...]:
+    """The cache of paged_attention as one tensor or two."""
+    given = arguments["kv_cache"]
+    return given if isinstance(given, tuple) else (given,)
+
+
+def without_poison(rng: np.random.Generator, arguments: Arguments) -> Arguments:
+    """Numbers in place of NaN: a call with other index tensors may see what is poison in this one."""
+
+    def clean(array: Array) -> Array:
+        if array.dtype == np.uint8:
+            return np.where(array == 0x7F, rng.integers(0, 0x70, array.shape, np.uint8), array)
+        return np.where(np.isnan(array), normal(rng, array.shape, array.dtype), array)
+
+    cleaned = dict(arguments)
+    for name in {"q", "k", "v", "query", "key", "value", "kv_cache"} & arguments.keys():
+        value = arguments[name]
+        cleaned[name] = tuple(map(clean, value)) if isinstance(value, tuple) else clean(value)
+    return cleaned
+
+
+def positions(case: Case, arguments: Arguments) -> Iterator[tuple[int, int, int]]:
+    """Of each token that has a place in its sequence: the token, and its page and offset."""
+    assert case.page is not None
+    starts = itertools.accumulate((len_q for len_q, _ in case.lens), initial=0)
+    for s, (start, (len_q, len_k)) in enumerate(zip(starts, case.lens, strict=False)):
+        for i in range(max(len_q - len_k, 0), len_q):
+            page, offset = divmod(len_k - len_q + i, case.page)
+            yield start + i, int(arguments["block_tables"][s, page]), offset
+
+
+def ragged_paged_attention_arguments(
+    rng: np.random.Generator, case: Case, new: str = "same", slots: str | None = None
+) -> Arguments:
+    """The arguments of ragged_paged_attention: the cache of a case without its new tokens, and those.
+
+    new: the dtype of key and value, or "same" as the cache's elements. slots: "i32" or "i64", None: no slot_mapping;
+    "short" is one without the padding tokens, which else have negative slots there. Padding tokens are NaN.
+    """
+    arguments = paged_attention_arguments(rng, case)
+    views = reference.kv_views(case.layout, *caches_of(arguments))
+    element = case.dtype if case.cache == "same" else case.cache.removeprefix("u8:")
+    if new not in ("same", element):
+        arguments["kv_cache_dtype"] = FP8_NAMES[element]
+    tokens = len(arguments["query"])
+    for name, dim in zip(("key", "value"), case.dims, strict=True):
+        arguments[name] = nans((tokens, case.heads[1], dim), DTYPES[element if new == "same" else new])
+    mapping = np.full(tokens, -1, np.int64 if slots == "i64" else np.int32)
+    for token, block, offset in positions(case, arguments):
+        mapping[token] = block * (case.page or 1) + offset
+        for name, view in zip(("key", "value"), views, strict=True):
+            arguments[name][token] = normal(rng, view.shape[2:], arguments[name].dtype)
+            view[block, offset] = nans((), view.dtype)
+    if slots:
+        real = sum(len_q for len_q, _ in case.lens)
+        arguments["slot_mapping"] = mapping[:real] if slots == "short" else mapping
     return arguments

@@ -1,8 +1,8 @@
 """One adapter per front end: numpy arrays in, numpy arrays out, so that one test serves them all.
 
 An adapter has the public operations as methods that take keyword arguments. Arguments that are numpy arrays
-(or tuples of them) become tensors of the front end. In-place operations return the new caches: torch's
-mutated tensors, jax's returned arrays.
+(or tuples of them) become tensors of the front end. In-place operations also return the new caches: torch's
+mutated tensors, jax's returned arrays; a pair where the argument is a pair.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def has_arrays(value: Any) -> bool:
     return isinstance(value, np.ndarray) or map_arrays(lambda _: None, value) is not value
 
 
+def _arrays(function: Callable[[Any], Array], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply a function to each value, or to each of a pair."""
+    return tuple(_arrays(function, x) if isinstance(x, tuple) else function(x) for x in values)
+
+
 class Frontend:
     """The protocol. A subclass says how one call runs."""
 
@@ -59,8 +64,8 @@ class Frontend:
     def start(self) -> None:
         """Import the framework. Raises ImportError or Unavailable."""
 
-    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
-        """Call a public function; returns the mutated arguments if there are any, else its results."""
+    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Any, ...]:
+        """Call a public function; returns its results, and behind them the arguments that it mutates."""
         raise NotImplementedError
 
     def reshape_and_cache_flash(self, **arguments: Any) -> tuple[Array, Array]:
@@ -76,9 +81,17 @@ class Frontend:
         assert len(results) == (2 if arguments.get("return_softmax_lse") else 1)
         return results[0], results[1] if len(results) == 2 else None
 
-    def paged_attention(self, **arguments: Any) -> Array:
-        (out,) = self.run("paged_attention", arguments)
-        return out
+    def paged_attention(self, **arguments: Any) -> tuple[Array, Array | None]:
+        results = self.run("paged_attention", arguments)
+        assert len(results) == (2 if arguments.get("return_softmax_lse") else 1)
+        return results[0], results[1] if len(results) == 2 else None
+
+    def ragged_paged_attention(self, **arguments: Any) -> tuple[Array, Array | None, Any]:
+        """Returns out, the LSE or None, and the new kv_cache: an array, or a pair where it is given as one."""
+        *results, kv_cache = self.run("ragged_paged_attention", arguments, ("kv_cache",))
+        assert isinstance(kv_cache, tuple) == isinstance(arguments["kv_cache"], tuple)
+        assert len(results) == (2 if arguments.get("return_softmax_lse") else 1)
+        return results[0], results[1] if len(results) == 2 else None, kv_cache
 
     def merge_attn_states(self, **arguments: Any) -> tuple[Array, Array]:
         out, lse = self.run("merge_attn_states", arguments)
@@ -122,15 +135,13 @@ class TorchFrontend(Frontend):
     def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
         return function(**tensors, **scalars)
 
-    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
+    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Any, ...]:
         tensors = {k: map_arrays(self.tensor, v) for k, v in arguments.items() if has_arrays(v)}
         scalars = {k: v for k, v in arguments.items() if k not in tensors}
         result = self.call(getattr(self.fx, op), tensors, scalars)
-        if mutated:
-            assert result is None
-            result = tuple(tensors[name] for name in mutated)
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        return tuple(self.array(tensor) for tensor in results)
+        results = () if result is None else result if isinstance(result, tuple) else (result,)
+        assert results or mutated
+        return _arrays(self.array, (*results, *(tensors[name] for name in mutated)))
 
 
 class _Compiled(TorchFrontend):
@@ -204,21 +215,20 @@ class JaxFrontend(Frontend):
     def call(self, function: Callable[..., Any], donated: dict[str, Any], others: dict[str, Any]) -> Any:
         return function(**donated, **others)
 
-    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Array, ...]:
+    def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Any, ...]:
         def tensor(array: Array) -> Any:
             return self.jax.device_put(self.jax.numpy.array(array, copy=True), self.target)
 
         with self.integers_of(arguments):
             arrays = {k: map_arrays(tensor, v) for k, v in arguments.items() if has_arrays(v)}
             scalars = {k: v for k, v in arguments.items() if k not in arrays}
-            donated = {name: arrays.pop(name) for name in mutated}
+            donated = {name: arrays.pop(name) for name in mutated if name in arrays}
 
             def function(**arrays: Any) -> Any:
                 return getattr(self.fx, op)(**arrays, **scalars)
 
             result = self.call(function, donated, arrays)
-            results = result if isinstance(result, (tuple, list)) else (result,)
-            return tuple(np.asarray(array) for array in results)
+            return _arrays(np.asarray, result if isinstance(result, tuple) else (result,))
 
 
 class JaxJitFrontend(JaxFrontend):

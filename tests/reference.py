@@ -60,7 +60,7 @@ def _write(
     key: Array, view: Array, slot_mapping: Array, kv_cache_dtype: str, scale: Array | float | None
 ) -> None:
     num_blocks, block_size, num_heads, _ = view.shape
-    if kv_cache_dtype != "auto":
+    if kv_cache_dtype != "auto" and key.dtype != FP8_FORMATS[kv_cache_dtype]:
         scales = np.broadcast_to(np.float32(1) if scale is None else scale, (num_heads,))
         key = quantize(key, scales[:, None], FP8_FORMATS[kv_cache_dtype])
     if view.dtype == np.uint8:
@@ -141,6 +141,7 @@ def _attention(
     keys_of: Callable[[int], tuple[int, Array, Array, Array] | None],
     *,
     num_kv_heads: int,
+    value_dim: int,
     softmax_scale: float,
     causal: bool,
     window: Window,
@@ -155,7 +156,7 @@ def _attention(
 ) -> tuple[Array, Array]:
     """keys_of(s): the length of sequence s, and of the keys that exist their positions, keys and values."""
     num_tokens, num_heads, _ = q.shape
-    out = np.zeros(q.shape)
+    out = np.zeros((num_tokens, num_heads, value_dim))
     lse = np.full((num_heads, num_tokens), -np.inf)
     queries = q.astype(np.float64)
 
@@ -287,6 +288,7 @@ def flash_attn_varlen_func(
         _query_ranges(cu_seqlens_q, len(q), num_seqs),
         keys_of,
         num_kv_heads=keys.shape[-2],
+        value_dim=values.shape[-1],
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         causal=causal,
         window=window_size,
@@ -301,11 +303,14 @@ def flash_attn_varlen_func(
     )
 
 
-def paged_attention(*args: Any, **kwargs: Any) -> Array:
-    return paged_attention_with_lse(*args, **kwargs)[0]
+def _views(kv_cache: Array | tuple[Array, Array], layout: str) -> tuple[Array, Array]:
+    """Writable views [P, B, Hk, D] of a cache as paged_attention takes it."""
+    if isinstance(kv_cache, tuple):
+        return kv_views("HND" if layout == "HND" else "NHD", *kv_cache)
+    return kv_views(layout, kv_cache)
 
 
-def paged_attention_with_lse(
+def paged_attention(
     query: Array,
     kv_cache: Array | tuple[Array, Array],
     context_lens: Array,
@@ -319,30 +324,84 @@ def paged_attention_with_lse(
     v_scale: Array | float | None = None,
     layout: str = "interleaved",
     kv_cache_dtype: str = "auto",
+    causal: bool = True,
+    window_size: Window | None = None,
+    alibi_slopes: Array | None = None,
+    s_aux: Array | None = None,
+    return_softmax_lse: bool = False,
 ) -> tuple[Array, Array]:
-    """The operation returns no LSE; it says which rows see no key."""
-    if isinstance(kv_cache, tuple):
-        layout = "HND" if layout == "HND" else "NHD"
-        keys, values = kv_views(layout, *(decode(cache, kv_cache_dtype) for cache in kv_cache))
-    else:
-        keys, values = kv_views(layout, decode(kv_cache, kv_cache_dtype))
+    """Returns (out, lse) whatever return_softmax_lse says."""
+    keys, values = (decode(view, kv_cache_dtype) for view in _views(kv_cache, layout))
+    window = (-1, -1) if window_size is None else window_size
     return _attention(
         query,
         _query_ranges(query_start_loc, len(query), num_seqs),
         _paged_keys(keys, values, block_tables, context_lens),
         num_kv_heads=keys.shape[2],
+        value_dim=values.shape[3],
         softmax_scale=scale,
-        causal=True,
-        window=(-1 if sliding_window is None else sliding_window - 1, 0),
+        causal=causal,
+        window=window if sliding_window is None else (sliding_window - 1, -1),
         softcap=soft_cap or 0.0,
-        alibi_slopes=None,
-        sinks=None,
+        alibi_slopes=alibi_slopes,
+        sinks=s_aux,
         leftpad=None,
         q_descale=None,
         k_descale=k_scale,
         v_descale=v_scale,
         num_sequences=len(query_start_loc) - 1,
     )
+
+
+def slots_of_new_tokens(
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+) -> Array:
+    """Where ragged_paged_attention writes each token without a slot_mapping; -1: nowhere."""
+    slots = np.full(num_tokens, -1, np.int64)
+    for s, queries in enumerate(_query_ranges(query_start_loc, num_tokens, num_seqs)):
+        if queries is None or context_lens[s] < 0:
+            continue
+        for token in range(*queries):
+            position = int(context_lens[s]) - (queries[1] - token)
+            page, offset = divmod(position, block_size)
+            if position >= 0 and page < block_tables.shape[1] and 0 <= block_tables[s, page] < num_blocks:
+                slots[token] = int(block_tables[s, page]) * block_size + offset
+    return slots
+
+
+def ragged_paged_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    kv_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+    scale: float,
+    slot_mapping: Array | None = None,
+    layout: str = "interleaved",
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    kv_cache_dtype: str = "auto",
+    **others: Any,
+) -> tuple[Array, Array, Array | tuple[Array, Array]]:
+    """Returns (out, lse, kv_cache) whatever return_softmax_lse says. others: as for paged_attention."""
+    new = (kv_cache[0].copy(), kv_cache[1].copy()) if isinstance(kv_cache, tuple) else kv_cache.copy()
+    keys, values = _views(new, layout)
+    index = (context_lens, block_tables, query_start_loc, num_seqs)
+    if slot_mapping is None:
+        slot_mapping = slots_of_new_tokens(len(query), keys.shape[0], keys.shape[1], *index)
+    _write(key, keys, slot_mapping, kv_cache_dtype, k_scale)
+    _write(value, values, slot_mapping, kv_cache_dtype, v_scale)
+    others |= {"layout": layout, "kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
+    return *paged_attention(query, new, *index, scale, **others), new
 
 
 def merge_attn_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:

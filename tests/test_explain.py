@@ -31,13 +31,54 @@ def torch_arguments() -> tuple[Any, ...]:
 ARGUMENTS = {"jax": jax_arguments, "torch": torch_arguments}
 
 
+# query tokens, head size: of the CPU's kernels the work, the name, and a word of why it is not the fastest for it
+ON_CPU = [
+    (1, 64, [("all queries", "few_rows", "")]),
+    (4, 64, [("all queries", "few_rows", "")]),  # 8 rows of a KV head
+    (5, 64, [("few queries", "few_rows", ""), ("many queries", "tiles", "")]),
+    (500, 512, [("few queries", "few_rows", ""), ("many queries", "tiles", "")]),
+    (1, 1, [("all queries", "tiles", "head")]),
+    (9, 1, [("all queries", "tiles", "head")]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "dim", "kernels"), ON_CPU)
+def test_kernels_of_the_cpu(tokens: int, dim: int, kernels: list[tuple[str, str, str]]) -> None:
+    jax = pytest.importorskip("jax")
+    _, _, *rest = jax_arguments()
+    query = jax.ShapeDtypeStruct((tokens, HQ, dim), "float32")
+    cache = jax.ShapeDtypeStruct((P, B, HK, dim), "float32")
+    got = flashxla.explain("paged_attention", query, (cache, cache), *rest, platform="cpu")
+    assert [(kernel.work, kernel.name) for kernel in got.kernels] == [row[:2] for row in kernels]
+    for kernel, (_, _, why) in zip(got.kernels, kernels, strict=True):
+        assert bool(kernel.reason) == bool(why) and why in kernel.reason, kernel
+    assert got.plan_bytes == got.workspace_bytes == 0
+    lines = ["paged_attention on cpu"]
+    for kernel in got.kernels:
+        assert kernel.description
+        lines.append(f"  {kernel.work:<16} {kernel.name}: {kernel.description}, {got.instruction_set}")
+        lines += [f"{'':<19}because: {kernel.reason}"] if kernel.reason else []
+    assert str(got).splitlines() == lines
+
+
+def test_strides_are_a_reason() -> None:
+    torch = pytest.importorskip("torch")
+    query, (k, v), *rest = torch_arguments()
+    apart = (torch.empty(*k.shape, 2)[..., 0], v)
+    got = flashxla.explain("paged_attention", query, apart, *rest)
+    assert got.reason and got.few_queries.startswith("tiles: ")
+    assert flashxla.explain("paged_attention", query, (k, v), *rest).reason == ""
+
+
 @pytest.mark.parametrize("framework", ARGUMENTS)
 def test_cpu(framework: str) -> None:
     arguments = ARGUMENTS[framework]()
     got = flashxla.explain("paged_attention", *arguments, platform="cpu")
     assert (got.operation, got.platform, got.reason) == ("paged_attention", "cpu", "")
-    assert native.library("cpu").instruction_set in got.few_queries
+    assert got.instruction_set == native.library("cpu").instruction_set
+    assert got.instruction_set in got.few_queries
     assert got.few_queries in str(got) and got.many_queries in str(got)
+    assert [kernel.name for kernel in got.kernels] == ["few_rows", "tiles"]
 
 
 @pytest.mark.parametrize("framework", ARGUMENTS)
@@ -45,8 +86,9 @@ def test_cuda(framework: str) -> None:
     if not native.is_installed("cuda"):
         pytest.skip("libflashxla_cuda.so is not installed")
     got = flashxla.explain("paged_attention", *ARGUMENTS[framework](), platform="cuda")
-    assert got.few_queries and got.many_queries and got.plan_bytes > 0
-    assert f"{got.plan_bytes} bytes" in str(got)
+    assert [kernel.work for kernel in got.kernels] == ["all queries"] and got.plan_bytes > 0
+    assert got.few_queries == got.many_queries == str(got.kernels[0]) and got.instruction_set == ""
+    assert f"{got.plan_bytes} bytes" in str(got) and f"because: {got.reason}" in str(got)
 
 
 @pytest.mark.parametrize("framework", ARGUMENTS)
@@ -62,7 +104,44 @@ def test_nothing_runs() -> None:
     cache, key = torch.zeros(2, 4, 1, 8), torch.ones(1, 1, 8)
     got = flashxla.explain("reshape_and_cache_flash", key, key, cache, cache.clone(), torch.tensor([5]))
     assert got.platform == "cpu" and got.few_queries == got.many_queries
+    assert [(kernel.work, kernel.name) for kernel in got.kernels] == [("all", "kv_cache")]
     assert not cache.any()
+
+
+def new_tokens(framework: str, *shape: int) -> Any:
+    if framework == "jax":
+        return pytest.importorskip("jax").ShapeDtypeStruct(shape, "float32")
+    return pytest.importorskip("torch").ones(shape)
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_write_and_attend(framework: str) -> None:
+    """As paged_attention; on a GPU its plan also says where the tokens go. Nothing runs."""
+    query, caches, *rest = ARGUMENTS[framework]()
+    new = [new_tokens(framework, T, HK, D) for _ in "kv"]
+    for platform in ("cpu", "cuda"):
+        if not native.is_installed(platform):
+            continue
+        got = flashxla.explain("ragged_paged_attention", query, *new, caches, *rest, platform=platform)
+        alone = flashxla.explain("paged_attention", query, caches, *rest, platform=platform)
+        assert got.operation == "ragged_paged_attention"
+        assert got.kernels == alone.kernels
+        more = got.plan_bytes - alone.plan_bytes
+        assert more > 0 if platform == "cuda" else more == 0
+    if framework == "torch":
+        assert not caches[0].any() and not caches[1].any()
+
+
+def test_other_head_sizes_are_a_reason_on_a_gpu() -> None:
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    _, _, *rest = jax_arguments()
+    caches = tuple(jax.ShapeDtypeStruct((P, B, HK, dim), "bfloat16") for dim in (576, 512))
+    query = jax.ShapeDtypeStruct((T, HQ, 576), "bfloat16")
+    got = flashxla.explain("paged_attention", query, caches, *rest, platform="cuda")
+    assert got.few_queries.startswith("general:") and got.many_queries.startswith("general:")
+    assert "head sizes 576 and 512" in got.reason
 
 
 @pytest.mark.parametrize("framework", ARGUMENTS)
@@ -144,3 +223,23 @@ def test_sizes_beyond_the_kernels_are_refused(
     query = jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype)
     with pytest.raises(ValueError, match=f"paged_attention: {what}: got .*; accepted: at most"):
         flashxla.explain("paged_attention", query, *rest, platform="cuda")
+
+
+def test_sequences_longer_than_promised_stay_countable() -> None:
+    """A million queries of a call that promised one each: they do not all go to the kernel for few, whatever comes."""
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    fx = pytest.importorskip("flashxla.jax")
+
+    def kernels(tokens: int) -> list[str]:
+        q = jax.ShapeDtypeStruct((tokens, 8, 128), "bfloat16")
+        k = jax.ShapeDtypeStruct((2**21, 1, 128), "bfloat16")
+        offsets = jax.ShapeDtypeStruct((2,), "int32")
+        got = flashxla.explain(
+            fx.flash_attn_varlen_func, q, k, k, 1, offsets, 2**21, offsets, platform="cuda"
+        )
+        return [kernel.work for kernel in got.kernels]
+
+    assert kernels(16) == ["all queries"]
+    assert kernels(2**20) != ["all queries"]

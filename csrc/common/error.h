@@ -15,7 +15,7 @@ __attribute__((format(printf, 2, 3)))
 #endif
 flashxla_status SetError(flashxla_status status, const char* format, ...);
 
-// Runs what a function of the C ABI does: no exception may leave it.
+// Runs the body of a C ABI function and turns exceptions into an error: none may leave the library.
 template <typename Body>
 flashxla_status Guarded(const char* op, Body&& body) noexcept {
   try {

@@ -1,4 +1,4 @@
-// The slots that a cache write names.
+// The slots of a cache write.
 #ifndef FLASHXLA_CSRC_COMMON_SLOT_MAPPING_H_
 #define FLASHXLA_CSRC_COMMON_SLOT_MAPPING_H_
 
@@ -26,7 +26,7 @@ struct SlotMapping {
   }
 };
 
-// Refuses the first slot behind the cache; a negative one is padding.
+// An error for the first slot past the end of the cache. Negative slots are padding.
 flashxla_status CheckSlots(const SlotMapping& slots, int64_t num_slots);
 
 }  // namespace flashxla

@@ -1,4 +1,4 @@
-// Views of tensors that the kernels of every platform read through.
+// Dtypes, and the views through which every platform reads tensors.
 #ifndef FLASHXLA_CSRC_COMMON_TENSOR_VIEW_H_
 #define FLASHXLA_CSRC_COMMON_TENSOR_VIEW_H_
 
@@ -8,13 +8,16 @@
 
 namespace flashxla {
 
-// Keys or values as [block, token in block, head, dim]; strides in elements. Dense keys are one
-// block per token range: block_size == num_tokens, num_blocks == 1.
+// Keys or values as [block, token in block, head, dim]; strides in elements. Dense keys are a
+// single block: num_blocks == 1, block_size == num_tokens.
 struct CacheView {
   char* data = nullptr;
   int64_t num_blocks = 0, block_size = 0, num_heads = 0, head_size = 0;
   int64_t stride_block = 0, stride_token = 0, stride_head = 0, stride_dim = 0;
 };
+
+inline bool IsFp8(int64_t dtype) { return dtype == FLASHXLA_F8E4M3 || dtype == FLASHXLA_F8E5M2; }
+inline bool IsFloat(int64_t dtype) { return dtype >= FLASHXLA_F32 && dtype <= FLASHXLA_F8E5M2; }
 
 inline int64_t ElementSize(int64_t dtype) {
   switch (dtype) {
@@ -31,7 +34,7 @@ inline int64_t ElementSize(int64_t dtype) {
   }
 }
 
-// The one table of cache layouts. `second` is the value cache of the two-tensor layouts.
+// What each cache layout means. `second` is the value cache of the two-tensor layouts.
 inline void ViewCache(const flashxla_tensor& first, const flashxla_tensor& second, int64_t layout,
                       CacheView* k, CacheView* v) {
   auto view = [](const flashxla_tensor& t, int block, int token, int head, int dim) {
@@ -73,7 +76,7 @@ inline void ViewCache(const flashxla_tensor& first, const flashxla_tensor& secon
   }
 }
 
-// A per-head scale: [1], [Hk] or [S, Hk], broadcast through zero strides. Absent reads as 1.
+// A per-head scale: [1], [Hk] or [S, Hk], broadcast with zero strides. An absent one reads as 1.
 struct ScaleView {
   const float* data = nullptr;
   int64_t stride_seq = 0, stride_head = 0;

@@ -1,4 +1,4 @@
-// The attention engine for x86-64 with AVX2, FMA and F16C.
+// The attention engines for x86-64 with AVX2, FMA and F16C.
 #if defined(FLASHXLA_X86)
 
 #define FLASHXLA_VECTOR_WIDTH 8
@@ -7,7 +7,7 @@
 
 namespace flashxla {
 
-const AttentionEngine& Avx2AttentionEngine() { return kEngine; }
+const AttentionEngines& Avx2AttentionEngines() { return kEngines; }
 
 }  // namespace flashxla
 

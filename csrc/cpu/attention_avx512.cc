@@ -1,4 +1,4 @@
-// The attention engine for x86-64 with AVX-512 F, BW, DQ and VL.
+// The attention engines for x86-64 with AVX-512 F, BW, DQ and VL.
 #if defined(FLASHXLA_X86)
 
 #define FLASHXLA_VECTOR_WIDTH 16
@@ -7,7 +7,7 @@
 
 namespace flashxla {
 
-const AttentionEngine& Avx512AttentionEngine() { return kEngine; }
+const AttentionEngines& Avx512AttentionEngines() { return kEngines; }
 
 }  // namespace flashxla
 

@@ -4,18 +4,18 @@
 
 namespace flashxla {
 
-const AttentionEngine& GetAttentionEngine() {
+const AttentionEngines& GetAttentionEngines() {
 #if defined(FLASHXLA_X86)
   switch (GetIsa()) {
     case Isa::kAvx512:
-      return Avx512AttentionEngine();
+      return Avx512AttentionEngines();
     case Isa::kAvx2:
-      return Avx2AttentionEngine();
+      return Avx2AttentionEngines();
     case Isa::kBaseline:
       break;
   }
 #endif
-  return BaselineAttentionEngine();
+  return BaselineAttentionEngines();
 }
 
 }  // namespace flashxla

@@ -8,26 +8,27 @@
 
 namespace flashxla {
 
-// Rows of one KV head are numbered query * group_size + (head in the group), so that neighbouring
-// rows see nearly the same keys.
+// A row is one query token of one query head. The rows of a KV head are numbered
+// query * group_size + (head in the group), so that neighbouring rows see nearly the same keys.
 struct AttentionTask {
-  const Sequence* sequence;
+  const ListedSequence* sequence;
   int64_t kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;  // of each KV head
-  int64_t key_begin, key_end;  // positions; what a row can see of them is up to Visible()
-  bool few_rows;               // for AttentionEngine::attend_few_rows
-  int64_t split;               // the group of tasks that share these rows, or -1
-  float* partial;              // where a task of a split leaves its result
+  int64_t key_begin, key_end;  // positions; Visible() says which of them a row sees
+  bool few_rows;               // which engine runs it: few_rows or tiles
+  int64_t split;               // the split (split-KV) that the task is a part of, or -1
+  float* partial;              // where a part of a split stores its result
   int64_t cost;
 };
 
 // The state of an online softmax over base-2 scores.
 struct RowState {
-  float top;  // the largest score
-  float sum;  // of 2^(score - top)
+  float row_max;  // the largest score
+  float row_sum;  // of 2^(score - row_max)
 };
 
-// Writes a row of a KV head: `values` is the sum of 2^(score - top) * value.
+// Writes the result of a row, or the task's partial result. `values` is the sum of
+// 2^(score - row_max) * value.
 void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
                int64_t row, const float* values, RowState state);
 
@@ -35,33 +36,35 @@ void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64
 void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
                int64_t row, float* values);
 
+// One way to compute a task.
 struct AttentionEngine {
-  using Attend = void (*)(const AttentionProblem& problem, const AttentionTask& task,
-                          void* scratch);
-
-  // For many rows of one KV head: scores and values are products of tiles.
-  Attend attend_tiles;
-  int64_t panel_rows;                           // rows that are computed together
-  int64_t (*max_tile_rows)(int64_t head_size);  // rows of a task
-
-  // For few rows, bound by memory: reads keys and values once, as they are, for several KV heads.
-  // Needs stride_dim == 1 and head_size >= min_head_size.
-  Attend attend_few_rows;
-  int64_t max_few_rows;       // of a KV head
-  int64_t max_few_rows_task;  // of a task, over its KV heads
-  int64_t min_head_size;
-
-  // What they need as scratch memory, 64-byte aligned.
-  int64_t (*tile_scratch_bytes)(int64_t head_size);
-  int64_t few_rows_scratch_bytes;
+  const char* name;
+  const char* description;
+  void (*attend)(const AttentionProblem& problem, const AttentionTask& task, void* scratch);
+  int64_t (*scratch_bytes)(const AttentionProblem& problem);  // for each worker, 64-byte aligned
 };
 
-const AttentionEngine& BaselineAttentionEngine();
-const AttentionEngine& Avx2AttentionEngine();    // x86-64 only
-const AttentionEngine& Avx512AttentionEngine();  // x86-64 only
+// The engines of an instruction set.
+struct AttentionEngines {
+  // For few rows (decode), which memory bandwidth limits: streams keys and values once, without a
+  // copy. A task may have several KV heads.
+  AttentionEngine few_rows;
+  int64_t max_few_rows;                                              // per KV head
+  int64_t max_few_rows_task;                                         // per task, all its KV heads
+  const char* (*why_not_few_rows)(const AttentionProblem& problem);  // "" if it can
 
-// The best one that this machine runs.
-const AttentionEngine& GetAttentionEngine();
+  // For any number of rows of one KV head: multiplies tiles of queries, keys and values.
+  AttentionEngine tiles;
+  int64_t panel_rows;                                         // rows computed together
+  int64_t (*max_tile_rows)(const AttentionProblem& problem);  // per task
+};
+
+const AttentionEngines& BaselineAttentionEngines();
+const AttentionEngines& Avx2AttentionEngines();    // x86-64 only
+const AttentionEngines& Avx512AttentionEngines();  // x86-64 only
+
+// The engines of the instruction set in use (GetIsa).
+const AttentionEngines& GetAttentionEngines();
 
 }  // namespace flashxla
 

@@ -1,4 +1,4 @@
-// The engine of the including file's FLASHXLA_VECTOR_WIDTH.
+// The engines for vectors of FLASHXLA_VECTOR_WIDTH floats, which the including file defines.
 #ifndef FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_
 #define FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_
 
@@ -8,9 +8,15 @@
 namespace flashxla {
 namespace {
 
-constexpr AttentionEngine kEngine = {AttendTiles,   kPanelRows,         MaxTileRows,
-                                     AttendFewRows, kMaxFewRows,        kMaxFewRowsTask,
-                                     kWidth,        TileScratch::Bytes, sizeof(FewRowsScratch)};
+constexpr AttentionEngines kEngines = {
+    {"few_rows", "streams keys and values once, split-KV", AttendFewRows, FewRowsScratchBytes},
+    kMaxFewRows,
+    kMaxFewRowsTask,
+    WhyNotFewRows,
+    {"tiles", "tiles of queries and keys", AttendTiles, TileScratchBytes},
+    kPanelRows,
+    MaxTileRows,
+};
 
 }  // namespace
 }  // namespace flashxla

@@ -1,32 +1,55 @@
-// Attention for a few rows of a KV head (decoding): bound by how fast keys and values come from
-// memory, so they are read once, in place, and converted on the way to the arithmetic units.
+// Attention for a few rows of each KV head (decode). Memory bandwidth is the limit: keys and values
+// are read once, in place, and converted to float in registers.
 #ifndef FLASHXLA_CSRC_CPU_ATTENTION_FEW_ROWS_H_
 #define FLASHXLA_CSRC_CPU_ATTENTION_FEW_ROWS_H_
 
+#include <utility>
+
+#include "common/attention_arguments.h"
+#include "common/math_constants.h"
 #include "cpu/attention_engine.h"
 #include "cpu/simd.h"
 
 namespace flashxla {
 namespace {
 
-constexpr int kMaxFewRows = 8;       // of a KV head
-constexpr int kMaxFewRowsTask = 32;  // of a task's KV heads
+constexpr int kMaxFewRows = 8;       // per KV head
+constexpr int kMaxFewRowsTask = 32;  // per task, all its KV heads
 constexpr int kChunkKeys = 64;       // at most, between two updates of the softmax state
 constexpr int kMinChunkKeys = 16;
-constexpr int64_t kChunkBytes = 64 << 10;                 // from the first to the last token
+constexpr int64_t kChunkBytes = 64 << 10;                 // all heads of a chunk's keys
 static_assert(kChunkKeys + kWidth <= KeyList::kMaxKeys);  // whole vectors are loaded
-constexpr int kMaxVectors = 256 / kWidth;
 
-// A row of head_size elements is cut into vectors; the last one ends with the row and overlaps the
-// one before. The queries have zeros where it does, and the overlap of keys is cleared.
+// Cuts a row of head_size elements into vectors. The last one ends with the row and may overlap the
+// one before. Queries have zeros in the overlap, and the overlap of keys is cleared.
+struct RowVectors {
+  int64_t head_size;
+  int64_t last_offset;  // of the last vector in the row
+  int count;
+  int32_t overlap;  // lanes of the last vector that the one before covers
+
+  explicit RowVectors(int64_t size)
+      : head_size(size),
+        last_offset(size - kWidth),
+        count(static_cast<int>((size + kWidth - 1) / kWidth)),
+        overlap(static_cast<int32_t>(count * kWidth - size)) {}
+
+  // The lane of element d, counted over the row's vectors.
+  int64_t LaneOf(int64_t d) const { return d >= int64_t{count - 1} * kWidth ? d + overlap : d; }
+
+  int64_t OffsetOf(int vector) const {
+    return vector == count - 1 ? last_offset : int64_t{vector} * kWidth;
+  }
+};
+
 struct FewRowsScratch {
-  float queries[kMaxFewRowsTask][kMaxVectors][kWidth];
-  float out[kMaxFewRowsTask][kMaxVectors][kWidth];
-  float weights[kMaxFewRowsTask][kChunkKeys + kWidth];  // scores, then 2^(score - top)
+  float queries[kMaxFewRowsTask][kMaxHeadSize / kWidth][kWidth];
+  float out[kMaxFewRowsTask][kMaxValueHeadSize / kWidth][kWidth];
+  float weights[kMaxFewRowsTask][kChunkKeys + kWidth];  // scores, then 2^(score - row_max)
   float slope[kMaxFewRowsTask];
   RowState state[kMaxFewRowsTask];
-  float row[256];
-  float decay[kMaxFewRowsTask];
+  float row[kMaxHeadSize];
+  float rescale[kMaxFewRowsTask];
 };
 
 template <int kBlock, int kOffset>
@@ -42,7 +65,8 @@ inline Float AddHalfBlocks(Float a, Float b, std::integer_sequence<int, kLanes..
          Shuffle<HalfBlockLane<kBlock, kBlock / 2>(kLanes)...>(a, b);
 }
 
-// Returns the vector of the sums of x[0] to x[kCount - 1]; kBlock lanes of each are summed so far.
+// Returns a vector whose lane i is the sum of the lanes of x[i]. Each step halves the number of
+// vectors: with kCount left, every sum is spread over kCount lanes.
 template <int kCount>
 inline Float SumEach(Float* x) {
   if constexpr (kCount == 1) {
@@ -62,17 +86,18 @@ class FewRowsAttention {
   using Bits = typename Format::Bits;
 
   FewRowsAttention(const AttentionProblem& problem, const AttentionTask& task, void* memory)
-      : problem_(problem), task_(task), scratch_(*static_cast<FewRowsScratch*>(memory)) {
-    head_size_ = problem.head_size;
-    num_vectors_ = static_cast<int>((head_size_ + kWidth - 1) / kWidth);
-    last_offset_ = head_size_ - kWidth;
-    row_bytes_ = head_size_ * static_cast<int64_t>(sizeof(Bits));
-    overlap_ = static_cast<int32_t>(num_vectors_ * kWidth - head_size_);
+      : problem_(problem),
+        task_(task),
+        scratch_(*static_cast<FewRowsScratch*>(memory)),
+        keys_(problem.head_size),
+        values_(problem.v_head_size) {
+    row_bytes_ = keys_.head_size * static_cast<int64_t>(sizeof(Bits));
     num_rows_ = static_cast<int>(task.row_end - task.row_begin);
     softcap_ = static_cast<float>(problem.args->softcap);
     alibi_ = problem.args->alibi_slopes.data != nullptr;
-    // All heads take a chunk in turn. Heads of a token are mostly neighbours in memory, so a chunk
-    // is small enough for the hardware to still have at hand, for the next head, what it read on.
+    // All heads process a chunk in turn. The heads of a token are mostly neighbours in memory, so
+    // the hardware prefetches the next head's bytes with this head's. A small chunk keeps them in
+    // the cache until that head's turn.
     const int64_t token_bytes = problem.k.stride_token * static_cast<int64_t>(sizeof(Bits));
     chunk_keys_ = kChunkKeys;
     while (chunk_keys_ > kMinChunkKeys && chunk_keys_ * token_bytes > kChunkBytes) chunk_keys_ /= 2;
@@ -96,7 +121,7 @@ class FewRowsAttention {
   }
 
  private:
-  // Moves to the next KV head of the same keys, or to the next keys. `list` is of where we are.
+  // Moves to the next KV head of the same keys, or to the next keys. `list` is the current chunk.
   bool Advance(const KeyList& list, KeyList* next) {
     if (++head_ < task_.kv_head_end) {
       const int64_t key_step = problem_.k.stride_head * static_cast<int64_t>(sizeof(Bits));
@@ -117,7 +142,7 @@ class FewRowsAttention {
     return false;
   }
 
-  // Fetches kBytes of a row that is needed soon.
+  // Prefetches kBytes of a row that is needed soon.
   template <int kBytes>
   static void Prefetch(const char* row) {
     for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(row + i);
@@ -131,17 +156,17 @@ class FewRowsAttention {
   void LoadQueries(int64_t kv_head) {
     const float scale = problem_.ScoreScale(*task_.sequence, kv_head);
     // Scores are in base 2, or in units of the softcap.
-    const float factor = softcap_ > 0.0f ? scale / softcap_ : scale * kLog2E;
+    const float factor = softcap_ > 0.0f ? scale / softcap_ : scale * kLog2e;
     for (int i = 0; i < num_rows_; ++i) {
       const int64_t row = task_.row_begin + i;
       const int slot = FirstRow(kv_head) + i;
       const int64_t head = kv_head * problem_.group_size + row % problem_.group_size;
       LoadQuery(problem_, task_, kv_head, row, scratch_.row);
       float* q = scratch_.queries[slot][0];
-      for (int64_t j = 0; j < num_vectors_ * kWidth; ++j) q[j] = 0.0f;
-      for (int64_t d = 0; d < head_size_; ++d) q[LaneOf(d)] = scratch_.row[d] * factor;
-      __builtin_memset(scratch_.out[slot], 0, num_vectors_ * sizeof(scratch_.out[slot][0]));
-      scratch_.slope[slot] = alibi_ ? problem_.AlibiSlope(*task_.sequence, head) * kLog2E : 0.0f;
+      for (int64_t j = 0; j < keys_.count * kWidth; ++j) q[j] = 0.0f;
+      for (int64_t d = 0; d < keys_.head_size; ++d) q[keys_.LaneOf(d)] = scratch_.row[d] * factor;
+      __builtin_memset(scratch_.out[slot], 0, values_.count * sizeof(scratch_.out[slot][0]));
+      scratch_.slope[slot] = alibi_ ? problem_.AlibiSlope(*task_.sequence, head) * kLog2e : 0.0f;
       scratch_.state[slot] = {-kInfinity, 0.0f};
     }
   }
@@ -150,21 +175,16 @@ class FewRowsAttention {
     for (int i = 0; i < num_rows_; ++i) {
       const int slot = FirstRow(kv_head) + i;
       const float* out = scratch_.out[slot][0];
-      for (int64_t d = 0; d < head_size_; ++d) scratch_.row[d] = out[LaneOf(d)];
+      for (int64_t d = 0; d < values_.head_size; ++d) scratch_.row[d] = out[values_.LaneOf(d)];
       FinishRow(problem_, task_, kv_head, task_.row_begin + i, scratch_.row, scratch_.state[slot]);
     }
   }
 
-  // Where element d of a row is in the row's vectors.
-  int64_t LaneOf(int64_t d) const {
-    return d >= int64_t{num_vectors_ - 1} * kWidth ? d + overlap_ : d;
-  }
-
-  // Rows of one token see the same keys. A chunk that all rows see in full is taken by all rows
-  // together, another one token by token: nothing that a row does not see is ever computed.
+  // If all rows see the whole chunk, they process it together. Otherwise it goes token by token,
+  // since all rows of a token see the same keys: no row computes with a key that it does not see.
   void AttendChunk(const KeyList& list, int64_t kv_head) {
     const int first_row = FirstRow(kv_head);
-    const Sequence& sequence = *task_.sequence;
+    const ListedSequence& sequence = *task_.sequence;
     const int64_t group = problem_.group_size;
     const KeyRange first = problem_.Visible(sequence, task_.row_begin / group);
     const KeyRange last = problem_.Visible(sequence, (task_.row_end - 1) / group);
@@ -197,22 +217,22 @@ class FewRowsAttention {
         Score<kRows>(list, row, key, end);
       }
     });
-    for (int row = row_begin; row < row_end; ++row) Weigh(list, row, begin, end);
+    for (int row = row_begin; row < row_end; ++row) UpdateSoftmax(list, row, begin, end);
     ForRowGroups(row_begin, row_end, [&](auto group, int row) {
       constexpr int kRows = decltype(group)::kRows;
       int vector = 0;
       constexpr int kMost = kRows == 4 ? 4 : 8;
-      for (; vector + kMost <= num_vectors_; vector += kMost) {
+      for (; vector + kMost <= values_.count; vector += kMost) {
         AddValues<kRows, kMost>(list, row, vector, begin, end);
       }
-      if (kRows < 4 && vector + 4 <= num_vectors_) {
+      if (kRows < 4 && vector + 4 <= values_.count) {
         AddValues<kRows, 4>(list, row, vector, begin, end);
         vector += 4;
       }
-      for (; vector + 2 <= num_vectors_; vector += 2) {
+      for (; vector + 2 <= values_.count; vector += 2) {
         AddValues<kRows, 2>(list, row, vector, begin, end);
       }
-      if (vector < num_vectors_) AddValues<kRows, 1>(list, row, vector, begin, end);
+      if (vector < values_.count) AddValues<kRows, 1>(list, row, vector, begin, end);
     });
   }
 
@@ -232,21 +252,17 @@ class FewRowsAttention {
     if (row < end) f(RowGroup<1>(), row);
   }
 
-  int64_t OffsetOf(int vector) const {
-    return vector == num_vectors_ - 1 ? last_offset_ : int64_t{vector} * kWidth;
-  }
-
   // The scores of kRows rows and the keys from `key` on, kWidth scores in all.
   template <int kRows>
   void Score(const KeyList& list, int row, int64_t key, int64_t end) {
     constexpr int kKeys = kWidth / kRows;
     const Bits* keys[kKeys];
-    for (int i = 0; i < kKeys; ++i) {  // behind the end: the last key again, its score is not used
+    for (int i = 0; i < kKeys; ++i) {  // past the end: the last key again; its score is not used
       keys[i] = reinterpret_cast<const Bits*>(list.key[Min(key + i, end - 1)]);
     }
     // One key after the other, as they lie in memory.
     Float sums[kWidth] = {};  // [row][key]
-    const int whole = overlap_ == 0 ? num_vectors_ : num_vectors_ - 1;
+    const int whole = keys_.overlap == 0 ? keys_.count : keys_.count - 1;
     const Int lanes = Lanes();
 #pragma GCC unroll 16
     for (int i = 0; i < kKeys; ++i) {
@@ -256,9 +272,9 @@ class FewRowsAttention {
           sums[r * kKeys + i] += Load(scratch_.queries[row + r][vector]) * k;
         }
       }
-      if (overlap_ != 0) {
-        const Float tail = LoadAs<Format>(keys[i] + last_offset_);
-        const Float k = lanes >= overlap_ ? tail : Float{};
+      if (keys_.overlap != 0) {
+        const Float tail = LoadAs<Format>(keys[i] + keys_.last_offset);
+        const Float k = lanes >= keys_.overlap ? tail : Float{};
         for (int r = 0; r < kRows; ++r) {
           sums[r * kKeys + i] += Load(scratch_.queries[row + r][whole]) * k;
         }
@@ -271,43 +287,43 @@ class FewRowsAttention {
     }
   }
 
-  // Turns the scores of a row into weights, and updates its state.
-  void Weigh(const KeyList& list, int row, int64_t begin, int64_t end) {
+  // Online softmax: turns the scores of a row into weights and updates its state.
+  void UpdateSoftmax(const KeyList& list, int row, int64_t begin, int64_t end) {
     float* weights = scratch_.weights[row];
     if (softcap_ > 0.0f || alibi_) AdjustScores(list, row, begin, end);
     for (int i = 0; i < kWidth; ++i) weights[end + i] = -kInfinity;
-    Float tops = Splat(scratch_.state[row].top);
+    Float row_maxes = Splat(scratch_.state[row].row_max);
     for (int64_t i = begin; i < end; i += kWidth) {
       const Float score = Load(weights + i);
-      tops = score > tops ? score : tops;
+      row_maxes = score > row_maxes ? score : row_maxes;
     }
-    const float old_top = scratch_.state[row].top;
-    float top = tops[0];
-    for (int i = 1; i < kWidth; ++i) top = Max(top, tops[i]);
-    const float base = top == -kInfinity ? 0.0f : top;
+    const float old_max = scratch_.state[row].row_max;
+    float row_max = row_maxes[0];
+    for (int i = 1; i < kWidth; ++i) row_max = Max(row_max, row_maxes[i]);
+    const float base = row_max == -kInfinity ? 0.0f : row_max;
     Float sums = {};
     for (int64_t i = begin; i < end; i += kWidth) {
       const Float weight = Exp2(Load(weights + i) - base);
       Store(weights + i, weight);
       sums += weight;
     }
-    float sum = 0.0f;
-    for (int i = 0; i < kWidth; ++i) sum += sums[i];
-    const float decay = Exp2(Splat(old_top - base))[0];
-    scratch_.decay[row] = decay;
-    scratch_.state[row] = {top, scratch_.state[row].sum * decay + sum};
+    float chunk_sum = 0.0f;
+    for (int i = 0; i < kWidth; ++i) chunk_sum += sums[i];
+    const float rescale = Exp2(Splat(old_max - base))[0];
+    scratch_.rescale[row] = rescale;
+    scratch_.state[row] = {row_max, scratch_.state[row].row_sum * rescale + chunk_sum};
   }
 
   void AdjustScores(const KeyList& list, int row, int64_t begin, int64_t end) {
-    const Sequence& sequence = *task_.sequence;
+    const ListedSequence& sequence = *task_.sequence;
     const int64_t token = (task_.row_begin + row % num_rows_) / problem_.group_size;
     const Int diagonal =
         SplatInt(static_cast<int32_t>(token + sequence.length - sequence.num_queries));
     for (int64_t i = begin; i < end; i += kWidth) {
       Float score = Load(scratch_.weights[row] + i);
-      if (softcap_ > 0.0f) score = Tanh(score) * (softcap_ * kLog2E);
+      if (softcap_ > 0.0f) score = Tanh(score) * (softcap_ * kLog2e);
       if (alibi_) {
-        // Unsigned: lanes behind the list hold anything.
+        // Unsigned: lanes past the end of the list may hold anything, and must not overflow.
         const Int distance = (Int)((Uint)diagonal - (Uint)Load(list.position + i));
         score -= scratch_.slope[row] * Abs(__builtin_convertvector(distance, Float));
       }
@@ -321,10 +337,10 @@ class FewRowsAttention {
     Float out[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVectors; ++v) {
-        out[r][v] = Load(scratch_.out[row + r][vector + v]) * scratch_.decay[row + r];
+        out[r][v] = Load(scratch_.out[row + r][vector + v]) * scratch_.rescale[row + r];
       }
     }
-    const int64_t last = OffsetOf(vector + kVectors - 1);
+    const int64_t last = values_.OffsetOf(vector + kVectors - 1);
     for (int64_t key = begin; key < end; ++key) {
       const Bits* p = reinterpret_cast<const Bits*>(list.value[key]);
       Prefetch<kVectors * kWidth * sizeof(Bits)>(upcoming_->value[Min(key, upcoming_->size - 1)] +
@@ -345,14 +361,25 @@ class FewRowsAttention {
   const AttentionProblem& problem_;
   const AttentionTask& task_;
   FewRowsScratch& scratch_;
-  int64_t head_size_, last_offset_, chunk_keys_, row_bytes_;
-  int64_t position_, head_;  // of what comes after the current chunk
-  const KeyList* upcoming_;  // and its keys
-  int32_t overlap_;          // lanes of the last vector that the one before covers
-  int num_vectors_, num_rows_;
+  const RowVectors keys_, values_;
+  int64_t chunk_keys_, row_bytes_;
+  int64_t position_, head_;  // of the chunk after the current one
+  const KeyList* upcoming_;  // its keys
+  int num_rows_;
   float softcap_;
   bool alibi_;
 };
+
+const char* WhyNotFewRows(const AttentionProblem& problem) {
+  if (problem.k.stride_dim != 1 || problem.v.stride_dim != 1)
+    return "few_rows needs a contiguous head dimension";
+  if (problem.head_size < kWidth || problem.v_head_size < kWidth) {
+    return "few_rows needs a head size of at least one vector register";
+  }
+  return "";
+}
+
+int64_t FewRowsScratchBytes(const AttentionProblem&) { return sizeof(FewRowsScratch); }
 
 void AttendFewRows(const AttentionProblem& problem, const AttentionTask& task, void* scratch) {
   WithFormat(problem.args->kv_dtype, [&](auto format) {

@@ -1,4 +1,4 @@
-// One attention call, resolved: what the index tensors say, checked, and where everything lies.
+// One attention call, resolved: the checked sequences, and where the data lies.
 //
 // No inline functions: this header is included by code that is compiled for different instruction
 // sets, and the linker must not pick one translation unit's copy for another.
@@ -10,6 +10,7 @@
 
 #include "common/index_checks.h"
 #include "common/tensor_view.h"
+#include "common/visibility.h"
 #include "flashxla/attention.h"
 
 namespace flashxla {
@@ -19,11 +20,6 @@ struct QueryView {
   char* data;
   int64_t dtype;
   int64_t stride_token, stride_head, stride_dim;
-};
-
-// Keys [begin, end) of a sequence.
-struct KeyRange {
-  int64_t begin, end;
 };
 
 // Rows [begin, end) of q that belong to no sequence.
@@ -44,31 +40,35 @@ struct AttentionProblem {
   const flashxla_attention_args* args;
   QueryView q, out;
   CacheView k, v;
-  int64_t num_tokens, num_heads, num_kv_heads, group_size, head_size;
-  int64_t window_left, window_right;  // clamped, so that sums with positions do not overflow
-  std::vector<Sequence> sequences;
+  int64_t num_tokens, num_heads, num_kv_heads, group_size;
+  int64_t head_size, v_head_size;  // of queries and keys; of values and outputs
+  BlockTable block_table;
+  Window window;
+  std::vector<ListedSequence> sequences;
   std::vector<QueryRange> idle;
 
-  // The keys that query i of the sequence can see; empty ranges have end <= begin. Both ends grow
-  // with i.
+  // The keys that query i of the sequence sees.
   KeyRange Visible(const Sequence& sequence, int64_t i) const;
 
-  // Lists at most `max` of the keys [*next, end) and moves *next behind them. Keys of pages whose
-  // table entry is unsound are left out.
-  void ListKeys(const Sequence& sequence, int64_t kv_head, int64_t* next, int64_t end, int64_t max,
-                KeyList* list) const;
+  // Lists at most `max` of the keys [*next, end) and moves *next past them. Leaves out the keys of
+  // pages whose table entry is unsound.
+  void ListKeys(const ListedSequence& sequence, int64_t kv_head, int64_t* next, int64_t end,
+                int64_t max, KeyList* list) const;
 
-  // Factor of the dot products, without the softcap; factor of the values.
-  float ScoreScale(const Sequence& sequence, int64_t kv_head) const;
-  float ValueScale(const Sequence& sequence, int64_t kv_head) const;
-  float AlibiSlope(const Sequence& sequence, int64_t head) const;
+  // What the dot products are multiplied by before the softcap; what the values are multiplied by.
+  float ScoreScale(const ListedSequence& sequence, int64_t kv_head) const;
+  float ValueScale(const ListedSequence& sequence, int64_t kv_head) const;
+  float AlibiSlope(const ListedSequence& sequence, int64_t head) const;
   float Sink(int64_t head) const;  // -inf without sinks
   void StoreLse(int64_t token, int64_t head, float lse) const;
 };
 
-// Fills *problem from the arguments. With check_indices, refuses bad index entries.
-flashxla_status ResolveAttention(const flashxla_attention_args& args, bool check_indices,
-                                 AttentionProblem* problem);
+// Fills in all but the sequences, without reading the index tensors. Refuses what the kernels do
+// not support.
+flashxla_status ResolveAttention(const flashxla_attention_args& args, AttentionProblem* problem);
+
+// Fills in the sequences from the index tensors. With `check`, refuses bad entries.
+flashxla_status ResolveSequences(bool check, AttentionProblem* problem);
 
 }  // namespace flashxla
 

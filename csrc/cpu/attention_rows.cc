@@ -1,7 +1,10 @@
-// Rows of queries and outputs on their way in and out.
+// Reading rows of queries, writing rows of outputs, and combining partial results.
 #include <cmath>
+#include <cstring>
 #include <limits>
 
+#include "common/attention_arguments.h"
+#include "common/math_constants.h"
 #include "cpu/attention_engine.h"
 #include "cpu/attention_tasks.h"
 #include "cpu/dtypes.h"
@@ -10,8 +13,6 @@ namespace flashxla {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
 
 template <typename Format>
 void LoadRow(const char* data, int64_t stride, int64_t n, float* row) {
@@ -42,7 +43,7 @@ void StoreOut(const AttentionProblem& problem, int64_t token, int64_t head, cons
               float factor) {
   const QueryView& out = problem.out;
   WithFormat(out.dtype, [&](auto format) {
-    StoreRow<decltype(format)>(values, factor, out.stride_dim, problem.head_size,
+    StoreRow<decltype(format)>(values, factor, out.stride_dim, problem.v_head_size,
                                RowAt(out, token, head));
   });
 }
@@ -64,56 +65,56 @@ void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64
   if (task.partial != nullptr) {
     const int64_t index =
         (kv_head - task.kv_head_begin) * (task.row_end - task.row_begin) + row - task.row_begin;
-    float* partial = task.partial + index * PartialStride(problem.head_size);
-    partial[0] = state.top;
-    partial[1] = state.sum;
-    std::memcpy(partial + 2, values, problem.head_size * sizeof(float));
+    float* partial = task.partial + index * PartialStride(problem);
+    partial[0] = state.row_max;
+    partial[1] = state.row_sum;
+    std::memcpy(partial + 2, values, problem.v_head_size * sizeof(float));
     return;
   }
   const int64_t token = task.sequence->first_query + row / problem.group_size;
   const int64_t head = kv_head * problem.group_size + row % problem.group_size;
   const float sink = problem.Sink(head);
-  if (state.sum == 0.0f) {  // no key was seen, or only keys of score -inf
+  if (state.row_sum == 0.0f) {  // no key was seen, or only keys of score -inf
     StoreZeros(problem, token, head, sink);
     return;
   }
-  float factor = 1.0f, total = state.sum, top = state.top;
+  float factor = 1.0f, total = state.row_sum, row_max = state.row_max;
   if (sink != -kInfinity) {
-    const float score = sink * kLog2E;
-    top = std::fmax(state.top, score);
-    factor = std::exp2(state.top - top);
-    total = state.sum * factor + std::exp2(score - top);
+    const float score = sink * kLog2e;
+    row_max = std::fmax(state.row_max, score);
+    factor = std::exp2(state.row_max - row_max);
+    total = state.row_sum * factor + std::exp2(score - row_max);
   }
   StoreOut(problem, token, head, values,
            factor / total * problem.ValueScale(*task.sequence, kv_head));
-  problem.StoreLse(token, head, top * kLn2 + std::log(total));
+  problem.StoreLse(token, head, row_max * kLn2 + std::log(total));
 }
 
 void StoreZeros(const AttentionProblem& problem, int64_t token, int64_t head, float lse) {
-  static constexpr float kZeros[256] = {};
+  static constexpr float kZeros[kMaxValueHeadSize] = {};
   StoreOut(problem, token, head, kZeros, 1.0f);
   problem.StoreLse(token, head, lse);
 }
 
-void MergeParts(const AttentionProblem& problem, const AttentionTask& task, const float* partials,
-                int64_t num_parts) {
-  const int64_t stride = PartialStride(problem.head_size);
-  const int64_t part_stride = PartSize(task, problem.head_size);
+void CombineParts(const AttentionProblem& problem, const AttentionTask& task, const float* partials,
+                  int64_t num_parts) {
+  const int64_t stride = PartialStride(problem);
+  const int64_t part_stride = PartSize(problem, task);
   AttentionTask whole = task;
   whole.partial = nullptr;
   for (int64_t kv_head = task.kv_head_begin; kv_head < task.kv_head_end; ++kv_head) {
     for (int64_t row = task.row_begin; row < task.row_end; ++row, partials += stride) {
-      float values[256] = {};
+      float values[kMaxValueHeadSize] = {};
       RowState state = {-kInfinity, 0.0f};
       for (int64_t p = 0; p < num_parts; ++p) {
-        state.top = std::fmax(state.top, partials[p * part_stride]);
+        state.row_max = std::fmax(state.row_max, partials[p * part_stride]);
       }
       for (int64_t p = 0; p < num_parts; ++p) {
         const float* part = partials + p * part_stride;
-        if (part[1] == 0.0f) continue;  // saw no key
-        const float factor = std::exp2(part[0] - state.top);
-        state.sum += part[1] * factor;
-        for (int64_t d = 0; d < problem.head_size; ++d) values[d] += part[2 + d] * factor;
+        if (part[1] == 0.0f) continue;  // it saw no key
+        const float factor = std::exp2(part[0] - state.row_max);
+        state.row_sum += part[1] * factor;
+        for (int64_t d = 0; d < problem.v_head_size; ++d) values[d] += part[2 + d] * factor;
       }
       FinishRow(problem, whole, kv_head, row, values, state);
     }

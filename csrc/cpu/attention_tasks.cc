@@ -5,13 +5,13 @@
 namespace flashxla {
 namespace {
 
-// Tasks for each thread, so that uneven ones even out.
+// Tasks per thread: with several, uneven ones balance out.
 constexpr int64_t kTasksPerThread = 8;
 
-// A part of a split has at least this many keys: merging must stay cheap beside it.
+// A part of a split has at least this many keys, so that combining the parts stays cheap.
 constexpr int64_t kMinSplitKeys = 256;
 
-// What a key costs even with a single row: its bytes must come from memory.
+// A key costs at least as much as this many rows: even for one row it is read from memory.
 constexpr int64_t kMinRowCost = 16;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -23,20 +23,20 @@ int64_t CostOf(const AttentionTask& task) {
 
 class TaskMaker {
  public:
-  TaskMaker(const AttentionProblem& problem, const AttentionEngine& engine, int64_t wanted)
-      : problem_(problem), engine_(engine), wanted_(wanted) {
-    in_place_ = problem.k.stride_dim == 1 && problem.v.stride_dim == 1 &&
-                problem.head_size >= engine.min_head_size;
-  }
+  TaskMaker(const AttentionProblem& problem, const AttentionEngines& engines, int64_t wanted)
+      : problem_(problem),
+        engines_(engines),
+        wanted_(wanted),
+        use_few_rows_(engines.why_not_few_rows(problem)[0] == '\0') {}
 
   AttentionTasks Make() {
-    // Large blocks of rows and many KV heads at once use the memory best; smaller ones keep more
-    // threads busy. Dividing the keys comes last, because the parts have to be merged.
-    int64_t block_rows = engine_.max_tile_rows(problem_.head_size);
-    int64_t few_rows_heads = engine_.max_few_rows_task;
+    // Large blocks of rows and many KV heads per task read the least memory; smaller ones keep more
+    // threads busy. Splitting the keys comes last, because it costs combining the parts.
+    int64_t block_rows = engines_.max_tile_rows(problem_);
+    int64_t few_rows_heads = engines_.max_few_rows_task;
     AddBlocks(block_rows, few_rows_heads);
-    while (NumParts() < wanted_ && (block_rows > engine_.panel_rows || few_rows_heads > 1)) {
-      block_rows = std::max(block_rows / 2, engine_.panel_rows);
+    while (NumParts() < wanted_ && (block_rows > engines_.panel_rows || few_rows_heads > 1)) {
+      block_rows = std::max(block_rows / 2, engines_.panel_rows);
       few_rows_heads = std::max<int64_t>(few_rows_heads / 2, 1);
       AddBlocks(block_rows, few_rows_heads);
     }
@@ -51,24 +51,24 @@ class TaskMaker {
   void AddBlocks(int64_t block_rows, int64_t few_rows_heads) {
     blocks_.clear();
     total_cost_ = 0;
-    for (const Sequence& sequence : problem_.sequences) {
+    for (const ListedSequence& sequence : problem_.sequences) {
       const int64_t num_rows = sequence.num_queries * problem_.group_size;
       AttentionTask task = {};
       task.sequence = &sequence;
       task.split = -1;
-      task.few_rows = in_place_ && num_rows <= engine_.max_few_rows;
+      task.few_rows = use_few_rows_ && num_rows <= engines_.max_few_rows;
       int64_t heads = 1;
       if (task.few_rows) {
-        heads = std::min(few_rows_heads, engine_.max_few_rows_task / num_rows);
+        heads = std::min(few_rows_heads, engines_.max_few_rows_task / num_rows);
         heads = CeilDiv(problem_.num_kv_heads, CeilDiv(problem_.num_kv_heads, heads));
       }
       for (int64_t row = 0; row < num_rows; row += block_rows) {
         task.row_begin = row;
         task.row_end = std::min(row + block_rows, num_rows);
         task.key_begin = problem_.Visible(sequence, row / problem_.group_size).begin;
-        task.key_end =
-            std::max(task.key_begin,
-                     problem_.Visible(sequence, (task.row_end - 1) / problem_.group_size).end);
+        task.key_end = std::max<int64_t>(
+            task.key_begin,
+            problem_.Visible(sequence, (task.row_end - 1) / problem_.group_size).end);
         for (int64_t head = 0; head < problem_.num_kv_heads; head += heads) {
           task.kv_head_begin = head;
           task.kv_head_end = std::min(head + heads, problem_.num_kv_heads);
@@ -98,7 +98,7 @@ class TaskMaker {
     int64_t partials = 0;
     for (const AttentionTask& block : blocks_) {
       const int64_t num_parts = PartsOf(block);
-      if (num_parts > 1) partials += num_parts * PartSize(block, problem_.head_size);
+      if (num_parts > 1) partials += num_parts * PartSize(problem_, block);
     }
     result.partials.resize(partials);
     partials = 0;
@@ -118,25 +118,25 @@ class TaskMaker {
         part.partial = result.partials.data() + partials;
         part.cost = CostOf(part);
         result.tasks.push_back(part);
-        partials += PartSize(block, problem_.head_size);
+        partials += PartSize(problem_, block);
       }
     }
     return result;
   }
 
   const AttentionProblem& problem_;
-  const AttentionEngine& engine_;
-  const int64_t wanted_;
-  bool in_place_;  // keys and values can be read without copying them first
+  const AttentionEngines& engines_;
+  const int64_t wanted_;  // tasks
+  const bool use_few_rows_;
   std::vector<AttentionTask> blocks_;
   int64_t total_cost_ = 0;
 };
 
 }  // namespace
 
-AttentionTasks MakeTasks(const AttentionProblem& problem, const AttentionEngine& engine,
+AttentionTasks MakeTasks(const AttentionProblem& problem, const AttentionEngines& engines,
                          int64_t num_threads) {
-  return TaskMaker(problem, engine, num_threads == 1 ? 1 : num_threads * kTasksPerThread).Make();
+  return TaskMaker(problem, engines, num_threads == 1 ? 1 : num_threads * kTasksPerThread).Make();
 }
 
 }  // namespace flashxla

@@ -10,7 +10,8 @@
 
 namespace flashxla {
 
-// Tasks that share their rows and divide the keys; the last one to finish merges the parts.
+// Split-KV: tasks that have the same rows and divide their keys. The last one to finish combines
+// the partial results.
 struct AttentionSplit {
   int64_t num_parts;
   int64_t partials;  // offset of the first part in AttentionTasks::partials
@@ -22,22 +23,22 @@ struct AttentionTasks {
   std::vector<float> partials;
 };
 
-// Floats of one row of a part: top, sum, values.
-inline int64_t PartialStride(int64_t head_size) { return head_size + 2; }
+// Floats of one row of a partial result: row_max, row_sum, values.
+inline int64_t PartialStride(const AttentionProblem& problem) { return problem.v_head_size + 2; }
 
-// Floats of a part: its KV heads' rows.
-inline int64_t PartSize(const AttentionTask& task, int64_t head_size) {
+// Floats of a partial result: the rows of all the task's KV heads.
+inline int64_t PartSize(const AttentionProblem& problem, const AttentionTask& task) {
   return (task.kv_head_end - task.kv_head_begin) * (task.row_end - task.row_begin) *
-         PartialStride(head_size);
+         PartialStride(problem);
 }
 
-// Cuts so that `num_threads` threads have something to do.
-AttentionTasks MakeTasks(const AttentionProblem& problem, const AttentionEngine& engine,
+// Cuts the call into enough tasks to keep `num_threads` threads busy.
+AttentionTasks MakeTasks(const AttentionProblem& problem, const AttentionEngines& engines,
                          int64_t num_threads);
 
-// Writes the rows of a split from its parts. `task` is any of its tasks.
-void MergeParts(const AttentionProblem& problem, const AttentionTask& task, const float* partials,
-                int64_t num_parts);
+// Combines the partial results of a split and writes its rows. `task` is any of its tasks.
+void CombineParts(const AttentionProblem& problem, const AttentionTask& task, const float* partials,
+                  int64_t num_parts);
 
 // Writes a row that sees no key.
 void StoreZeros(const AttentionProblem& problem, int64_t token, int64_t head, float lse);

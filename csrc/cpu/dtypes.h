@@ -1,7 +1,7 @@
 // Scalar conversions between float and the narrow formats. All rounding is to nearest even.
 //
-// Written with integer operations and selects, so that loops over them vectorize and so that they
-// do not depend on the thread's denormal mode (XLA sets flush-to-zero on its threads).
+// They use integer operations and selects, so that loops over them vectorize and the results do not
+// depend on the thread's denormal mode (XLA sets flush-to-zero on its threads).
 //
 // Everything has internal linkage: this header is compiled with different instruction sets, and
 // the linker must not pick one translation unit's copy for another.
@@ -46,8 +46,8 @@ struct BF16 {
   }
 };
 
-// A format with a sign bit, exponent and mantissa bits, subnormals; `kTop` is the largest magnitude
-// that Encode gives to a number (infinity where the format overflows, else the largest finite).
+// A format with a sign bit, exponent, mantissa and subnormals. Encode clamps magnitudes to `kTop`:
+// infinity for f16, which overflows, and the largest finite number for the fp8 formats.
 template <typename BitsType, int kWidth, int kMantissa, int kBias, uint32_t kTop, uint32_t kNaN>
 struct SmallFloat {
   using Bits = BitsType;
@@ -99,7 +99,7 @@ struct F8E5M2 : SmallFloat<uint8_t, 8, 2, 15, 0x7b, 0x7e> {
   static float Decode(uint8_t x) { return F16::Decode(static_cast<uint16_t>(x << 8)); }
 };
 
-// Calls f with the format that `dtype` (a float format) names.
+// Calls f with the storage type of `dtype`; does nothing for a dtype that is not a float format.
 template <typename Function>
 inline void WithFormat(int64_t dtype, Function&& f) {
   switch (dtype) {
@@ -116,10 +116,6 @@ inline void WithFormat(int64_t dtype, Function&& f) {
     default:
       return;
   }
-}
-
-inline bool IsFloatFormat(int64_t dtype) {
-  return dtype >= FLASHXLA_F32 && dtype <= FLASHXLA_F8E5M2;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What every CPU operation of the C ABI starts with.
+// The frame of every CPU operation of the C ABI.
 #ifndef FLASHXLA_CSRC_CPU_GUARD_H_
 #define FLASHXLA_CSRC_CPU_GUARD_H_
 
@@ -7,7 +7,7 @@
 
 namespace flashxla {
 
-// Guarded, on an instruction set that the machine has.
+// Guarded, after checking FLASHXLA_CPU_ISA.
 template <typename Body>
 flashxla_status GuardedOnCpu(const char* op, Body&& body) noexcept {
   if (const flashxla_status status = CheckIsa(); status != FLASHXLA_OK) return status;

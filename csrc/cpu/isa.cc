@@ -31,7 +31,7 @@ Isa Best() {
 
 struct Choice {
   Isa isa;
-  const char* refused;  // what FLASHXLA_CPU_ISA names in vain
+  const char* refused;  // the value of FLASHXLA_CPU_ISA if it cannot be used, else null
   Isa best;
 };
 

@@ -1,4 +1,4 @@
-// The instruction sets that some sources are compiled for more than once.
+// The instruction sets that the vectorized sources are compiled for, one copy for each.
 #ifndef FLASHXLA_CSRC_CPU_ISA_H_
 #define FLASHXLA_CSRC_CPU_ISA_H_
 
@@ -6,18 +6,18 @@
 
 namespace flashxla {
 
-// Each has what those before it have.
+// Each includes those before it.
 enum class Isa {
-  kBaseline,  // whatever the compiler assumes
+  kBaseline,  // what the compiler assumes by default
   kAvx2,      // x86-64 with AVX2, FMA and F16C
   kAvx512,    // and AVX-512 F, BW, DQ and VL
 };
 
-// What the kernels use: the best one that this machine runs, or what the environment variable
-// FLASHXLA_CPU_ISA names. Read once a process.
+// What the kernels use: the best one that this machine supports, or the one that the environment
+// variable FLASHXLA_CPU_ISA names. The variable is read once per process.
 Isa GetIsa();
 
-// An error if FLASHXLA_CPU_ISA names what does not exist or does not run here.
+// An error if FLASHXLA_CPU_ISA names an instruction set that is unknown or not supported here.
 flashxla_status CheckIsa();
 
 }  // namespace flashxla

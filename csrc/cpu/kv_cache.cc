@@ -2,12 +2,12 @@
 #include "flashxla/kv_cache.h"
 
 #include <algorithm>
-#include <cinttypes>
 #include <cstring>
 
-#include "common/error.h"
+#include "common/needs.h"
 #include "common/slot_mapping.h"
 #include "common/tensor_view.h"
+#include "common/write_arguments.h"
 #include "cpu/guard.h"
 #include "cpu/parallel.h"
 #include "cpu/row_converter.h"
@@ -18,7 +18,7 @@ namespace {
 // Below this many bytes, waking threads costs more than they save.
 constexpr int64_t kInlineBytes = 1 << 20;
 
-// A run of this many neighbouring slots is written by one thread.
+// One thread writes a run of 2^kSlotRunBits neighbouring slots.
 constexpr int kSlotRunBits = 4;
 
 template <typename Element>
@@ -53,7 +53,7 @@ struct Half {
   CacheView cache;
   ScaleView scale;
   RowConverter write;
-  bool whole_token;  // all heads of a token are one run of bytes on both sides
+  bool whole_token;  // all heads of a token are contiguous, in the tensor and in the cache
 
   Half(const flashxla_tensor& tensor, const CacheView& view, const flashxla_tensor& scales,
        int64_t cache_dtype)
@@ -89,20 +89,15 @@ struct Half {
 
 flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_context* context) {
   CacheView key_view, value_view;
-  ViewCache(args.key_cache, args.value_cache, args.layout, &key_view, &value_view);
+  if (const flashxla_status status = ViewWrite(args, &key_view, &value_view);
+      status != FLASHXLA_OK) {
+    return status;
+  }
   const Half key(args.key, key_view, args.k_scale, args.cache_dtype);
   const Half value(args.value, value_view, args.v_scale, args.cache_dtype);
   const SlotMapping slots(args.slot_mapping);
-  if (key.write == nullptr || value.write == nullptr) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "cannot write dtype %" PRId64 " as %" PRId64,
-                    args.key.dtype, args.cache_dtype);
-  }
-  if (slots.size > args.key.shape[0] || slots.size > args.value.shape[0]) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT,
-                    "slot_mapping has %" PRId64 " tokens, key and value have %" PRId64
-                    " and %" PRId64,
-                    slots.size, args.key.shape[0], args.value.shape[0]);
-  }
+  if (IsAnswered(context, "kv_cache", "vectorized, one row of a head at a time"))
+    return FLASHXLA_OK;
   const int64_t block_size = key_view.block_size;
   const int64_t num_slots = key_view.num_blocks * block_size;
   if (context != nullptr && context->check_indices != 0) {
@@ -110,10 +105,10 @@ flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_co
     if (status != FLASHXLA_OK) return status;
   }
 
-  // Each part owns a share of the slots, not of the tokens: when two tokens name one slot, the same
-  // thread writes both, so the slot ends up with one of them and not with a mixture.
-  const int64_t token_bytes =
-      key_view.num_heads * key_view.head_size * (key.src_size + key.dst_size);
+  // The parts divide the slots, not the tokens. If two tokens name the same slot, one thread writes
+  // both, so the slot ends up with one of them and not with a mixture.
+  const int64_t token_bytes = key_view.num_heads * (key_view.head_size + value_view.head_size) / 2 *
+                              (key.src_size + key.dst_size);
   int64_t num_parts = 1;
   if (slots.size * token_bytes > kInlineBytes) {
     const int64_t wanted = std::min<int64_t>(NumThreads(context) * 4, 256);

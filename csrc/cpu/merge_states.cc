@@ -2,10 +2,9 @@
 #include "flashxla/merge_states.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
-#include "common/error.h"
+#include "common/merge_weights.h"
+#include "common/needs.h"
 #include "common/tensor_view.h"
 #include "cpu/dtypes.h"
 #include "cpu/guard.h"
@@ -57,31 +56,22 @@ void MergeRow(const char* a_bytes, int64_t a_stride, float weight_a, const char*
 
 template <typename Format>
 void MergeTokens(const flashxla_merge_states_args& args, int64_t begin, int64_t end) {
-  constexpr float kEmpty = -std::numeric_limits<float>::infinity();
   const Rows a(args.out_a), b(args.out_b), out(args.out);
   const int64_t num_heads = args.out.shape[1], head_size = args.out.shape[2];
   for (int64_t token = begin; token < end; ++token) {
     for (int64_t head = 0; head < num_heads; ++head) {
-      float lse_a = LseAt(args.lse_a, head, token), lse_b = LseAt(args.lse_b, head, token);
-      if (std::isinf(lse_a)) lse_a = kEmpty;
-      if (std::isinf(lse_b)) lse_b = kEmpty;
-      float lse = kEmpty, weight_a = 0.0f, weight_b = 0.0f;
-      if (lse_a != kEmpty || lse_b != kEmpty) {
-        const float top = std::max(lse_a, lse_b);
-        weight_a = std::exp(lse_a - top), weight_b = std::exp(lse_b - top);
-        const float sum = weight_a + weight_b;
-        lse = top + std::log(sum);
-        // Not exp(lse_a - lse): at a large lse its rounding would be an error of the weights.
-        weight_a /= sum, weight_b /= sum;
-      }
-      LseAt(args.lse, head, token) = lse;
-      MergeRow<Format>(a.at(token, head), a.stride_dim, weight_a, b.at(token, head), b.stride_dim,
-                       weight_b, out.at(token, head), out.stride_dim, head_size);
+      const MergeWeights weights =
+          WeightsOf(LseAt(args.lse_a, head, token), LseAt(args.lse_b, head, token));
+      LseAt(args.lse, head, token) = weights.lse;
+      MergeRow<Format>(a.at(token, head), a.stride_dim, weights.a, b.at(token, head), b.stride_dim,
+                       weights.b, out.at(token, head), out.stride_dim, head_size);
     }
   }
 }
 
 flashxla_status Merge(const flashxla_merge_states_args& args, const flashxla_context* context) {
+  if (IsAnswered(context, "merge_states", "vectorized, one row of a head at a time"))
+    return FLASHXLA_OK;
   const int64_t num_tokens = args.out.shape[0];
   const int64_t row_elements = std::max<int64_t>(args.out.shape[1] * args.out.shape[2], 1);
   const int64_t chunk = std::max<int64_t>(kInlineElements / row_elements, 1);

@@ -29,7 +29,7 @@ class ThreadPool {
     }
     for (int64_t i = 0; i < helpers; ++i) work_.notify_one();
     RunItems(n, body, arg);
-    // Workers that have not woken up yet are not waited for: they find no open slot.
+    // No need to wait for workers that have not woken up yet: they will find no open slot.
     std::unique_lock<std::mutex> lock(mutex_);
     open_slots_ = 0;
     done_.wait(lock, [this] { return active_ == 0; });
@@ -41,7 +41,7 @@ class ThreadPool {
     try {
       for (; num_workers_ < count; ++num_workers_) std::thread([this] { WorkerLoop(); }).detach();
     } catch (const std::system_error&) {
-      // The system has no more threads to give: those there are do the work.
+      // No more threads can be started: those that exist do the work.
     }
   }
 
@@ -78,8 +78,8 @@ class ThreadPool {
   int64_t active_ = 0;      // workers that are in the current call
 };
 
-// Never deleted: workers sleep on it until the process ends. A forked child has no workers, and
-// perhaps locked mutexes, so it starts anew and leaves its copy of the old pool alone.
+// Never deleted: workers sleep on it until the process ends. A forked child has no workers, and the
+// mutexes may be locked, so it makes a new pool and does not touch its copy of the old one.
 std::atomic<ThreadPool*> the_pool{nullptr};
 
 ThreadPool* GetPool() {

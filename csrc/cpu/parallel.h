@@ -15,8 +15,8 @@ inline int64_t NumThreads(const flashxla_context* context) {
   return context == nullptr ? 1 : std::max<int64_t>(context->num_threads, 1);
 }
 
-// Runs body(arg, i) for i in [0, n) on at most `num_threads` threads, the caller among them. Runs
-// everything on the caller when the pool is busy with another call.
+// Runs body(arg, i) for i in [0, n) on at most `num_threads` threads, the caller's included. If
+// another call is using the pool, the caller's thread runs everything.
 void RunOnPool(int64_t num_threads, int64_t n, void (*body)(void* arg, int64_t i), void* arg);
 
 // Runs body(i) for i in [0, n). Bodies must not wait for one another: they may run one by one.
@@ -37,8 +37,8 @@ void ParallelFor(const flashxla_context* context, int64_t n, Body&& body) {
   }
 }
 
-// Runs body(worker, task) for task in [0, num_tasks), each worker taking the next task when it is
-// free. No two tasks of one worker run at once, so a worker can own scratch memory.
+// Runs body(worker, task) for task in [0, num_tasks). A free worker takes the next task. A worker
+// runs one task at a time, so it can own scratch memory.
 template <typename Body>
 void ParallelTasks(const flashxla_context* context, int64_t num_workers, int64_t num_tasks,
                    Body&& body) {

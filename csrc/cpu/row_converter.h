@@ -1,4 +1,4 @@
-// Storing rows of elements in a narrower format, compiled once per instruction set.
+// Converting rows of elements to another float format, compiled once per instruction set.
 #ifndef FLASHXLA_CSRC_CPU_ROW_CONVERTER_H_
 #define FLASHXLA_CSRC_CPU_ROW_CONVERTER_H_
 

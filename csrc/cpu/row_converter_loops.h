@@ -14,7 +14,7 @@ void ConvertRow(const char* src_bytes, int64_t src_stride, char* dst_bytes, int6
   const auto* src = reinterpret_cast<const typename From::Bits*>(src_bytes);
   auto* dst = reinterpret_cast<typename To::Bits*>(dst_bytes);
   if (src_stride == 1 && dst_stride == 1) {
-    if (scale == 1.0f) {  // the division is what takes longest
+    if (scale == 1.0f) {  // the division would take most of the time
       for (int64_t i = 0; i < n; ++i) dst[i] = To::Encode(From::Decode(src[i]));
     } else {
       for (int64_t i = 0; i < n; ++i) dst[i] = To::Encode(From::Decode(src[i]) / scale);

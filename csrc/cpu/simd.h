@@ -1,4 +1,4 @@
-// Vectors of floats, by the compiler's vector extensions.
+// Vectors of floats, with the compiler's vector extensions.
 //
 // The including file defines FLASHXLA_VECTOR_WIDTH. Everything has internal linkage, and nothing
 // here may use inline functions of the standard library: this header is compiled with different
@@ -7,7 +7,6 @@
 #define FLASHXLA_CSRC_CPU_SIMD_H_
 
 #include <cstdint>
-#include <utility>
 
 #include "cpu/dtypes.h"
 
@@ -20,7 +19,6 @@ namespace {
 
 constexpr int kWidth = FLASHXLA_VECTOR_WIDTH;
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.44269504088896340736f;
 
 using Float = float __attribute__((vector_size(4 * kWidth)));
 using Int = int32_t __attribute__((vector_size(4 * kWidth)));
@@ -45,7 +43,7 @@ inline Int Lanes() {
   return lanes;
 }
 
-// Lanes of a, then of b, by number.
+// Picks lanes by number: those of a come first, then those of b.
 template <int... kLanes>
 inline Float Shuffle(Float a, Float b) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -113,9 +111,9 @@ inline Float LoadAs<F8E5M2>(const uint8_t* p) {
   return HalvesToFloat(LoadBytes(p) << 8);
 }
 
-// By way of f16, whose bits at the same place mean 2^-8 times the value (the hardware's conversion
-// keeps subnormals in every denormal mode). All ones are the NaN; the mask of the comparison, or-ed
-// in, is an f16 NaN.
+// Through f16: the same bits read as f16 mean 2^-8 times the value. (The hardware's conversion from
+// f16 keeps subnormals in every denormal mode.) All magnitude bits set is NaN in e4m3; or-ing in
+// the comparison's mask makes it a NaN in f16 too.
 template <>
 inline Float LoadAs<F8E4M3>(const uint8_t* p) {
   const Half bytes = LoadBytes(p);
@@ -136,7 +134,7 @@ inline Float Exp2(Float x) {
   p = f * p + 2.402264791363012e-1f;
   p = f * p + 6.931472028550421e-1f;
   p = f * p + 1.0f;
-  // Unsigned: far below the range, where the result is not used, it wraps.
+  // Unsigned: it wraps around far below the range, where the result is not used.
   const Uint exponent = (Uint)rounded - (0x4b400000u - 127u);
   return x < -126.0f ? Float{} : p * (Float)(exponent << 23);
 }

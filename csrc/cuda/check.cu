@@ -21,12 +21,12 @@ bool CanCheck(const flashxla_context* context) {
   return status == cudaStreamCaptureStatusNone;
 }
 
-// Tensors in host memory.
+// Copies of tensors in host memory.
 class HostCopies {
  public:
   explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
 
-  // Starts a copy of all that lies between the first and the last element: strides stay.
+  // Starts a copy of the memory from the first to the last element, so that the strides stay valid.
   flashxla_tensor Add(flashxla_tensor t) {
     const int64_t size = ElementSize(t.dtype);
     int64_t first = 0, last = 0;  // element offsets
@@ -38,7 +38,7 @@ class HostCopies {
       (step < 0 ? first : last) += step;
     }
     if (t.data == nullptr) return t;
-    // An empty tensor is present too: its copy has an address.
+    // At least one element: an empty tensor is present too, and needs an address.
     std::vector<char>& copy =
         copies_.emplace_back(static_cast<size_t>(std::max<int64_t>(last - first + 1, 1) * size));
     if (last >= first && status_ == cudaSuccess) {
@@ -78,14 +78,8 @@ flashxla_status CheckAttention(const flashxla_attention_args& args,
   if (const flashxla_status status = copies.Finish("attention"); status != FLASHXLA_OK) {
     return status;
   }
-  int64_t num_blocks = 1, block_size = args.k.shape[0];
-  if (args.block_table.data != nullptr) {
-    CacheView k, v;
-    ViewCache(args.k, args.v, args.layout, &k, &v);
-    num_blocks = k.num_blocks, block_size = k.block_size;
-  }
-  std::vector<Sequence> sequences;
-  return ReadSequences(host, num_blocks, block_size, true, &sequences);
+  std::vector<ListedSequence> sequences;
+  return ReadSequences(host, true, &sequences);
 }
 
 flashxla_status CheckSlotMapping(const flashxla_tensor& slot_mapping, int64_t num_slots,

@@ -1,6 +1,6 @@
-// FLASHXLA_CHECK=1 on a GPU: the index tensors are copied to host memory and read there by the
-// checks of every platform. Does nothing without check_indices, or while the stream is recorded
-// into a CUDA graph, which cannot wait for a result.
+// FLASHXLA_CHECK=1 on a GPU: copies the index tensors to host memory and runs the checks of every
+// platform there. Does nothing without check_indices, or while the stream is recorded into a CUDA
+// graph, since a recording cannot wait for the copies.
 #ifndef FLASHXLA_CSRC_CUDA_CHECK_H_
 #define FLASHXLA_CSRC_CUDA_CHECK_H_
 

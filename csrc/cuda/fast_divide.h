@@ -1,4 +1,4 @@
-// Division by a number that is the same for a whole launch.
+// Fast division by a number that is fixed for a whole launch.
 #ifndef FLASHXLA_CSRC_CUDA_FAST_DIVIDE_H_
 #define FLASHXLA_CSRC_CUDA_FAST_DIVIDE_H_
 
@@ -8,16 +8,16 @@
 
 namespace flashxla {
 
-// x / d as the high half of x * m: right for 0 <= x < 2^31, 0 < d < 2^31.
+// Computes x / d from the high half of x * factor. Exact for 0 <= x < 2^31 and 0 < d < 2^31.
 struct FastDivide {
   uint32_t divisor = 1, factor = 0, shift = 0;
 
   FastDivide() = default;
   explicit FastDivide(int64_t d) : divisor(static_cast<uint32_t>(d)) {
-    int bits = 0;  // the smallest with 2^bits >= d
+    int bits = 0;  // becomes the smallest with 2^bits >= d
     while ((int64_t{1} << bits) < d) ++bits;
     if (bits == 0) return;
-    // ceil(2^(31 + bits) / d) <= 2^32 - 1, and its error times 2^31 stays below one.
+    // ceil(2^(31 + bits) / d) <= 2^32 - 1. Rounding it up changes no quotient, since x < 2^31.
     factor = static_cast<uint32_t>(((uint64_t{1} << (31 + bits)) + d - 1) / d);
     shift = bits - 1;
   }

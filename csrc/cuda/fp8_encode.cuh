@@ -1,5 +1,5 @@
-// float32 to fp8, with the bits of the CPU's conversion (cpu/dtypes.h): to nearest even, infinity
-// and what is too large becomes the largest finite number, NaN keeps its sign.
+// float32 to fp8, with the same bits as the CPU's conversion (cpu/dtypes.h). Rounds to nearest
+// even; infinity and numbers out of range become the largest finite number; NaN keeps its sign.
 #ifndef FLASHXLA_CSRC_CUDA_FP8_ENCODE_CUH_
 #define FLASHXLA_CSRC_CUDA_FP8_ENCODE_CUH_
 
@@ -9,13 +9,13 @@
 
 namespace flashxla {
 
-// x / scale, y / scale; the first in the low byte.
+// Encodes x / scale in the low byte and y / scale in the high byte.
 template <__nv_fp8_interpretation_t kFormat>
 __device__ inline uint32_t EncodeFp8x2(float x, float y, float scale) {
   constexpr uint32_t kNaN = kFormat == __NV_E4M3 ? 0x7f : 0x7e;
   const float a = x / scale, b = y / scale;
   uint32_t bits = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kFormat);
-  // The hardware's NaN is another one, and division drops its sign.
+  // The hardware encodes NaN differently, and the division drops its sign.
   if (a != a) bits = (bits & 0xff00) | kNaN | ((__float_as_uint(x) >> 24) & 0x80);
   if (b != b) bits = (bits & 0x00ff) | kNaN << 8 | ((__float_as_uint(y) >> 16) & 0x8000);
   return bits;

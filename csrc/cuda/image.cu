@@ -12,8 +12,8 @@ enum Kind : int { kUnknown = 0, kOld = 1, kEarlyLaunch = 2, kHopperCode = 3 };
 
 constexpr int kUnit = 16;
 
-// Never launched. The driver tells how much shared memory its code takes, and with it which code it
-// has loaded, without any work on the GPU.
+// Never launched. Its shared memory has a different size in each architecture's code: from that
+// size, which the driver reports without any work on the GPU, follows which code is loaded.
 __global__ void ImageKernel(char* out) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kKind = kHopperCode;
@@ -31,7 +31,7 @@ __global__ void ImageKernel(char* out) {
 Kind Ask() {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, ImageKernel) != cudaSuccess) {
-    cudaGetLastError();  // no code for this GPU: a launch will say so
+    cudaGetLastError();  // no code for this GPU: a launch will report it
     return kOld;
   }
   const int kind = static_cast<int>(attributes.sharedSizeBytes) / kUnit;
@@ -65,7 +65,7 @@ Image LoadedImage() {
 const char* WhyNoHopper() {
   return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, kHopper.major) == kHopper.major
              ? "the library has no code for Hopper: build it with CUDA_ARCHITECTURES=90a"
-             : "the GPU is no Hopper";
+             : "the GPU is not a Hopper";
 }
 
 }  // namespace flashxla

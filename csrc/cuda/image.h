@@ -1,5 +1,6 @@
-// Which of this library's code the driver runs on a GPU. A library holds code for some GPUs and PTX
-// that others translate: what a GPU could do says nothing about what the loaded code does.
+// Which of this library's code the driver has loaded. The library has code for some GPUs, and PTX
+// that the driver compiles for others, so the GPU's architecture alone does not tell what the
+// loaded code can do.
 #ifndef FLASHXLA_CSRC_CUDA_IMAGE_H_
 #define FLASHXLA_CSRC_CUDA_IMAGE_H_
 
@@ -7,11 +8,10 @@ namespace flashxla {
 
 struct Image {
   bool hopper;        // compiled for sm_90a: wgmma, TMA
-  bool early_launch;  // compiled for sm_90 or newer: programmatic dependent launch
+  bool early_launch;  // compiled for sm_90 or newer: programmatic dependent launch (PDL)
 };
 
-// Of the current device. Where there is none, what a Hopper GPU would load: programs can be
-// compiled without a GPU.
+// For the current device. Without a GPU, assumes Hopper: programs can be compiled without one.
 Image LoadedImage();
 
 // Why `hopper` is false.

@@ -1,17 +1,18 @@
 // Writing new keys and values into a paged cache.
 //
-// A thread has one column of a token, a few neighbouring elements of one head's key or value, and
-// writes it for some tokens: where the column lies is worked out once, and the loads of all tokens
-// are in flight together, beside those of their slots.
+// A column is a few neighbouring elements of one head's key or value. A thread writes one column
+// for one or several tokens. It computes the column's place once, and the loads of all its tokens
+// and of their slots are in flight together.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <cinttypes>
 #include <type_traits>
 
 #include "common/error.h"
+#include "common/needs.h"
 #include "common/tensor_view.h"
+#include "common/write_arguments.h"
 #include "cuda/check.h"
 #include "cuda/fast_divide.h"
 #include "cuda/fp8_encode.cuh"
@@ -21,11 +22,10 @@
 namespace flashxla {
 namespace {
 
-// Enough columns to fill a large GPU with threads that take kManyTokens each.
+// With this many columns, threads that each take kManyTokens tokens still fill a large GPU.
 constexpr int64_t kManyColumns = 1 << 18;
 constexpr int kManyTokens = 4;
-constexpr int kManyThreads = 256, kFewThreads = 128;  // of a block
-constexpr int64_t kMaxGridY = 65535;
+constexpr int kManyThreads = 256, kFewThreads = 128;  // per block
 
 // Keys or values. Strides in bytes.
 struct Half {
@@ -41,12 +41,14 @@ struct WriteArgs {
   Half halves[2];
   const void* slots;
   int64_t slot_stride, num_tokens, num_slots, block_size;
-  FastDivide divide_block_size, divide_columns;
-  uint32_t head_columns, half_columns;
+  FastDivide divide_block_size;
+  // Columns per head of keys and of values; per token, all keys' columns before the values'.
+  FastDivide key_head_columns, value_head_columns;
+  uint32_t key_columns, num_columns;
   bool slots_are_i64;
 };
 
-// What a thread loads and stores at once: kElements elements as they are.
+// A column of kElements elements that are copied unchanged.
 template <typename Vector, typename Element>
 struct Copy {
   static constexpr int kElements = sizeof(Vector) / sizeof(Element);
@@ -56,7 +58,7 @@ struct Copy {
   __device__ void Store(char* dst, float) const { *reinterpret_cast<Vector*>(dst) = x; }
 };
 
-// One element to fp8.
+// A column of one element, converted to fp8.
 template <typename From, __nv_fp8_interpretation_t kFormat>
 struct Quantize {
   static constexpr int kElements = 1;
@@ -75,7 +77,7 @@ __device__ inline float2 Widen(uint32_t pair, __nv_bfloat16) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-// Eight elements to fp8.
+// A column of eight elements, converted to fp8.
 template <typename From, __nv_fp8_interpretation_t kFormat>
 struct QuantizeEight {
   static constexpr int kElements = 8;
@@ -107,15 +109,18 @@ struct QuantizeEight {
   }
 };
 
-template <typename Column, int kTokens>
+// kApart: keys and values differ in head size. Otherwise what depends on it is the same for every
+// thread.
+template <typename Column, int kTokens, bool kApart>
 __global__ void __launch_bounds__(kTokens > 1 ? kManyThreads : kFewThreads)
     WriteKernel(const __grid_constant__ WriteArgs args) {
   const uint32_t column = blockIdx.y * blockDim.x + threadIdx.x;
-  if (column >= 2 * args.half_columns) return;
-  const uint32_t which = column >= args.half_columns;
-  const uint32_t in_half = column - which * args.half_columns;
-  const uint32_t head = args.divide_columns.Quotient(in_half);
-  const uint32_t in_head = in_half - head * args.head_columns;
+  if (column >= args.num_columns) return;
+  const uint32_t which = column >= args.key_columns;
+  const uint32_t in_half = column - which * args.key_columns;
+  const FastDivide head_columns = kApart && which ? args.value_head_columns : args.key_head_columns;
+  const uint32_t head = head_columns.Quotient(in_half);
+  const uint32_t in_head = in_half - head * head_columns.divisor;
   const Half& half = args.halves[which];
   const char* src = half.src + head * half.src_head + in_head * half.src_column;
   char* dst = half.dst + head * half.dst_head + in_head * half.dst_column;
@@ -156,7 +161,7 @@ struct HalfTensors {
   ScaleView scale;
   int64_t src_size, dst_size;  // of an element
 
-  // Whether columns of type Column can be loaded and stored at once.
+  // Whether shapes, strides and addresses allow columns of type Column.
   template <typename Column>
   bool Allows() const {
     if (Column::kElements == 1) return true;
@@ -191,39 +196,35 @@ struct HalfTensors {
 
 struct Write {
   HalfTensors key, value;
-  WriteArgs args;  // but for what depends on the columns
+  WriteArgs args;  // Launch fills in what depends on the columns
   cudaStream_t stream;
 
   template <typename Column>
   flashxla_status Launch() {
     args.halves[0] = key.InColumns(Column::kElements);
     args.halves[1] = value.InColumns(Column::kElements);
-    const int64_t head_columns = key.cache.head_size / Column::kElements;
-    const int64_t num_columns = 2 * key.cache.num_heads * head_columns;
+    const int64_t key_head_columns = key.cache.head_size / Column::kElements;
+    const int64_t value_head_columns = value.cache.head_size / Column::kElements;
+    const int64_t key_columns = key.cache.num_heads * key_head_columns;
+    const int64_t num_columns = key_columns + value.cache.num_heads * value_head_columns;
     const bool many = num_columns * args.num_tokens >= kManyColumns;
-    const int64_t threads = many ? kManyThreads : kFewThreads;
-    const int64_t grid_y = (num_columns + threads - 1) / threads;
-    const int64_t width = (num_columns + grid_y - 1) / grid_y;
-    const int64_t height = std::min(threads / width, args.num_tokens);
-    const int64_t block_tokens = height * (many ? kManyTokens : 1);
-    const int64_t grid_x = (args.num_tokens + block_tokens - 1) / block_tokens;
-    if (grid_y > kMaxGridY || grid_x > INT32_MAX) {
-      return SetError(FLASHXLA_INVALID_ARGUMENT, "kv_cache: key is too large");
-    }
-    args.head_columns = static_cast<uint32_t>(head_columns);
-    args.half_columns = static_cast<uint32_t>(num_columns / 2);
-    args.divide_columns = FastDivide(head_columns);
-    const dim3 grid(static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y));
-    const dim3 block(static_cast<unsigned>(width), static_cast<unsigned>(height));
-    if (many) {
-      WriteKernel<Column, kManyTokens><<<grid, block, 0, stream>>>(args);
-    } else {
-      WriteKernel<Column, 1><<<grid, block, 0, stream>>>(args);
-    }
+    const TokenGrid grid(num_columns, args.num_tokens, many ? kManyThreads : kFewThreads,
+                         many ? kManyTokens : 1);
+    if (!grid.fits) return SetError(FLASHXLA_INVALID_ARGUMENT, "kv_cache: key is too large");
+    args.key_columns = static_cast<uint32_t>(key_columns);
+    args.num_columns = static_cast<uint32_t>(num_columns);
+    args.key_head_columns = FastDivide(key_head_columns);
+    args.value_head_columns = FastDivide(value_head_columns);
+    const bool apart = key_head_columns != value_head_columns;
+    const auto kernel =
+        many ? (apart ? WriteKernel<Column, kManyTokens, true>
+                      : WriteKernel<Column, kManyTokens, false>)
+             : (apart ? WriteKernel<Column, 1, true> : WriteKernel<Column, 1, false>);
+    kernel<<<grid.grid, grid.block, 0, stream>>>(args);
     return LaunchStatus("kv_cache");
   }
 
-  // The first of the columns that both halves allow.
+  // Launches with the first type of column that both halves allow.
   template <typename Column, typename... Others>
   flashxla_status LaunchWidest() {
     if constexpr (sizeof...(Others) > 0) {
@@ -255,29 +256,23 @@ struct Write {
 };
 
 flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_context* context) {
-  const int64_t from = args.key.dtype, to = args.cache_dtype;
-  const bool quantize = (to == FLASHXLA_F8E4M3 || to == FLASHXLA_F8E5M2) &&
-                        (from == FLASHXLA_F32 || from == FLASHXLA_F16 || from == FLASHXLA_BF16);
-  if (from != args.value.dtype || (from != to && !quantize)) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "cannot write dtype %" PRId64 " as %" PRId64, from,
-                    to);
+  CacheView key_view, value_view;
+  if (const flashxla_status status = ViewWrite(args, &key_view, &value_view);
+      status != FLASHXLA_OK) {
+    return status;
   }
+  if (IsAnswered(context, "kv_cache", "each thread writes a few elements of a token"))
+    return FLASHXLA_OK;
+  const int64_t from = args.key.dtype, to = args.cache_dtype;
   const flashxla_tensor& slots = args.slot_mapping;
   const int64_t num_tokens = slots.shape[0];
-  if (num_tokens > args.key.shape[0] || num_tokens > args.value.shape[0]) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT,
-                    "slot_mapping has %" PRId64 " tokens, key and value have %" PRId64
-                    " and %" PRId64,
-                    num_tokens, args.key.shape[0], args.value.shape[0]);
-  }
-  CacheView key_view, value_view;
-  ViewCache(args.key_cache, args.value_cache, args.layout, &key_view, &value_view);
   const int64_t num_slots = key_view.num_blocks * key_view.block_size;
   if (const flashxla_status status = CheckSlotMapping(slots, num_slots, context);
       status != FLASHXLA_OK) {
     return status;
   }
-  if (num_tokens == 0 || num_slots == 0 || key_view.num_heads * key_view.head_size == 0) {
+  const int64_t head_sizes = key_view.head_size + value_view.head_size;
+  if (num_tokens == 0 || num_slots == 0 || key_view.num_heads * head_sizes == 0) {
     return FLASHXLA_OK;
   }
   Write write{{args.key, key_view, ScaleView(args.k_scale), ElementSize(from), ElementSize(to)},
@@ -291,7 +286,7 @@ flashxla_status WriteCache(const flashxla_kv_cache_args& args, const flashxla_co
   write.args.num_slots = num_slots;
   write.args.block_size = key_view.block_size;
   if (num_slots <= INT32_MAX) write.args.divide_block_size = FastDivide(key_view.block_size);
-  if (!quantize) return write.LaunchCopy();
+  if (from == to) return write.LaunchCopy();
   switch (from) {
     case FLASHXLA_F32:
       return write.LaunchQuantize<float>(to);

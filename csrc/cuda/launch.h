@@ -1,9 +1,11 @@
-// Launching kernels: device facts and errors.
+// Launching kernels: device properties, programmatic dependent launch (PDL), grids, errors.
 #ifndef FLASHXLA_CSRC_CUDA_LAUNCH_H_
 #define FLASHXLA_CSRC_CUDA_LAUNCH_H_
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "common/error.h"
@@ -16,21 +18,21 @@ inline cudaStream_t StreamOf(const flashxla_context* context) {
   return static_cast<cudaStream_t>(context->stream);
 }
 
-// What is assumed where there is no GPU to ask: programs can be compiled without one.
+// The GPU that is assumed if there is none, since programs can be compiled without one.
 struct Assumed {
   int major, multiprocessors, shared;
 };
 constexpr Assumed kHopper = {9, 132, 227 * 1024};
 
-// The number of the current device, -1 where there is none.
+// The index of the current device; -1 if there is none.
 inline int CurrentDevice() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) return device;
-  cudaGetLastError();  // a launch will say so
+  cudaGetLastError();  // a launch will report it
   return -1;
 }
 
-// Of the current device.
+// An attribute of the current device; `assumed` if there is none.
 inline int DeviceAttribute(cudaDeviceAttr attribute, int assumed) {
   int value = 0;
   const int device = CurrentDevice();
@@ -46,12 +48,15 @@ inline int NumMultiprocessors() {
   return DeviceAttribute(cudaDevAttrMultiProcessorCount, kHopper.multiprocessors);
 }
 
-// Launches a kernel that may start while the one before it on the stream still runs. It must call
-// AwaitPrevious() before it touches memory and on every path (what follows it counts on that), and
-// the one before allows it with AllowNext(). Code for older GPUs, which cannot wait, starts late.
+// Programmatic dependent launch (PDL): the kernel may start while the previous kernel of the stream
+// still runs, as soon as all blocks of that one have called TriggerNext() or ended. The kernel must
+// call WaitForPrevious() on every path, before it touches memory: it returns when the previous
+// kernel is complete. Every path, because the next kernel only waits for this one, and must be able
+// to rely on all earlier ones. Code for GPUs before Hopper has no PDL and starts after the previous
+// kernel.
 template <typename... Parameters, typename... Arguments>
-void LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes,
-                 cudaStream_t stream, Arguments&&... arguments) {
+void LaunchDependent(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes,
+                     cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -66,19 +71,40 @@ void LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads, int sh
 }
 
 #if defined(__CUDACC__)
-__device__ inline void AwaitPrevious() {
+// PDL: waits until the previous kernel of the stream is complete.
+__device__ inline void WaitForPrevious() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ inline void AllowNext() {
+// PDL: allows the next kernel of the stream to start.
+__device__ inline void TriggerNext() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 #endif
 
-// The status that an error of CUDA's becomes.
+// Blocks and threads for a kernel in which thread (x, y) takes column x of a token for token y,
+// then the `tokens_each` - 1 tokens that lie a block's height apart.
+struct TokenGrid {
+  dim3 grid, block;
+  bool fits;  // in what CUDA can launch
+
+  TokenGrid(int64_t num_columns, int64_t num_tokens, int64_t threads, int64_t tokens_each) {
+    constexpr int64_t kMaxGridY = 65535;
+    const int64_t grid_y = (num_columns + threads - 1) / threads;
+    const int64_t width = (num_columns + grid_y - 1) / grid_y;
+    const int64_t height = std::min(threads / width, num_tokens);
+    const int64_t block_tokens = height * tokens_each;
+    const int64_t grid_x = (num_tokens + block_tokens - 1) / block_tokens;
+    fits = grid_y <= kMaxGridY && grid_x <= INT32_MAX;
+    grid = dim3(static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y));
+    block = dim3(static_cast<unsigned>(width), static_cast<unsigned>(height));
+  }
+};
+
+// The status for an error of CUDA.
 inline flashxla_status CudaStatus(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return FLASHXLA_OK;
   const bool no_code = error == cudaErrorNoKernelImageForDevice ||

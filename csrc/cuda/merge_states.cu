@@ -1,5 +1,5 @@
-// Merging two attention results over disjoint sets of keys. A thread has some neighbouring elements
-// of a row; the weights of the row are worked out by each of its threads.
+// Merging two attention results over disjoint sets of keys. A thread has a few neighbouring
+// elements of a row. Each thread of a row computes the row's weights itself.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -7,6 +7,8 @@
 #include <cinttypes>
 
 #include "common/error.h"
+#include "common/merge_weights.h"
+#include "common/needs.h"
 #include "common/tensor_view.h"
 #include "cuda/fast_divide.h"
 #include "cuda/launch.h"
@@ -16,7 +18,6 @@ namespace flashxla {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxGridY = 65535;
 
 // [T, H, D]; strides in elements.
 struct Rows {
@@ -86,27 +87,16 @@ __global__ void __launch_bounds__(kThreads) MergeKernel(const __grid_constant__ 
     b = *reinterpret_cast<const Part*>(args.b.at<T>(token, head, dim));
   }
 
-  float lse_a = args.lse_a.at(token, head), lse_b = args.lse_b.at(token, head);
-  if (isinf(lse_a)) lse_a = -INFINITY;
-  if (isinf(lse_b)) lse_b = -INFINITY;
-  float lse = -INFINITY, weight_a = 0.f, weight_b = 0.f;
-  if (lse_a != -INFINITY || lse_b != -INFINITY) {
-    const float top = lse_a < lse_b ? lse_b : lse_a;
-    weight_a = expf(lse_a - top), weight_b = expf(lse_b - top);
-    const float sum = weight_a + weight_b;
-    lse = top + logf(sum);
-    // Not exp(lse_a - lse): at a large lse its rounding would be an error of the weights.
-    weight_a /= sum, weight_b /= sum;
-  }
-  if (in_head == 0) args.lse.at(token, head) = lse;
+  const MergeWeights weights = WeightsOf(args.lse_a.at(token, head), args.lse_b.at(token, head));
+  if (in_head == 0) args.lse.at(token, head) = weights.lse;
   if (args.no_dims) return;
 
   Part out;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     // An input of weight 0 is not used: it may be NaN.
-    const float x = weight_a == 0.f ? 0.f : weight_a * ToFloat(a.x[i]);
-    const float y = weight_b == 0.f ? 0.f : weight_b * ToFloat(b.x[i]);
+    const float x = weights.a == 0.f ? 0.f : weights.a * ToFloat(a.x[i]);
+    const float y = weights.b == 0.f ? 0.f : weights.b * ToFloat(b.x[i]);
     Narrow(x + y, &out.x[i]);
   }
   *reinterpret_cast<Part*>(args.out.at<T>(token, head, dim)) = out;
@@ -126,13 +116,8 @@ flashxla_status Launch(const flashxla_merge_states_args& args, cudaStream_t stre
   const int64_t num_tokens = args.out.shape[0];
   const int64_t head_columns = std::max<int64_t>(args.out.shape[2] / kElements, 1);
   const int64_t num_columns = args.out.shape[1] * head_columns;
-  const int64_t grid_y = (num_columns + kThreads - 1) / kThreads;
-  const int64_t width = (num_columns + grid_y - 1) / grid_y;
-  const int64_t height = std::min(kThreads / width, num_tokens);
-  const int64_t grid_x = (num_tokens + height - 1) / height;
-  if (grid_y > kMaxGridY || grid_x > INT32_MAX) {
-    return SetError(FLASHXLA_INVALID_ARGUMENT, "merge_states: out_a is too large");
-  }
+  const TokenGrid grid(num_columns, num_tokens, kThreads, 1);
+  if (!grid.fits) return SetError(FLASHXLA_INVALID_ARGUMENT, "merge_states: out_a is too large");
   const MergeArgs merge{Rows(args.out_a),
                         Rows(args.out_b),
                         Rows(args.out),
@@ -144,9 +129,7 @@ flashxla_status Launch(const flashxla_merge_states_args& args, cudaStream_t stre
                         static_cast<uint32_t>(head_columns),
                         FastDivide(head_columns),
                         args.out.shape[2] == 0};
-  const dim3 grid(static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y));
-  const dim3 block(static_cast<unsigned>(width), static_cast<unsigned>(height));
-  MergeKernel<T, kElements><<<grid, block, 0, stream>>>(merge);
+  MergeKernel<T, kElements><<<grid.grid, grid.block, 0, stream>>>(merge);
   return LaunchStatus("merge_states");
 }
 
@@ -157,6 +140,8 @@ flashxla_status Merge(const flashxla_merge_states_args& args, cudaStream_t strea
 }
 
 flashxla_status MergeAny(const flashxla_merge_states_args& args, const flashxla_context* context) {
+  if (IsAnswered(context, "merge_states", "each thread merges a few elements of a row"))
+    return FLASHXLA_OK;
   const flashxla_tensor& out = args.out;
   if (out.shape[0] == 0 || out.shape[1] == 0) return FLASHXLA_OK;
   const cudaStream_t stream = StreamOf(context);

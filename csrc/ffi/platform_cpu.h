@@ -1,4 +1,4 @@
-// XLA:CPU: operations run on the thread pool of the runtime.
+// XLA:CPU: operations run on the runtime's thread pool.
 #ifndef FLASHXLA_CSRC_FFI_PLATFORM_CPU_H_
 #define FLASHXLA_CSRC_FFI_PLATFORM_CPU_H_
 
@@ -6,9 +6,6 @@
 
 #include "ffi/binding.h"
 #include "ffi/thread_pool.h"
-
-// The library function of this platform: FLASHXLA_FUNCTION(attention) is flashxla_cpu_attention.
-#define FLASHXLA_FUNCTION(op) flashxla_cpu_##op
 
 namespace flashxla {
 

@@ -1,5 +1,4 @@
-// XLA:GPU on NVIDIA: operations are launched on the runtime's stream. Nothing here needs CUDA's
-// headers.
+// XLA:GPU on NVIDIA: operations are launched on the runtime's stream. This needs no CUDA headers.
 #ifndef FLASHXLA_CSRC_FFI_PLATFORM_CUDA_H_
 #define FLASHXLA_CSRC_FFI_PLATFORM_CUDA_H_
 
@@ -7,15 +6,12 @@
 
 #include "ffi/binding.h"
 
-// The library function of this platform: FLASHXLA_FUNCTION(attention) is flashxla_cuda_attention.
-#define FLASHXLA_FUNCTION(op) flashxla_cuda_##op
-
 namespace flashxla {
 
 using PlatformContext = ffi::PlatformStream<void*>;  // a cudaStream_t
 
-// Handlers only launch, so that XLA can record them into CUDA graphs; the check of the index
-// tensors waits for its result, which it cannot while it is being recorded.
+// Handlers only launch kernels, so XLA may record them into CUDA graphs. With FLASHXLA_CHECK they
+// wait for a result, which is impossible while a graph is recorded.
 inline std::initializer_list<ffi::Traits> PlatformTraits() {
   static constexpr std::initializer_list<ffi::Traits> kLaunchesOnly = {
       ffi::Traits::kCmdBufferCompatible};

@@ -1,4 +1,4 @@
-// C entry points with which a host program registers the handlers of this library.
+// C functions with which a host program registers this library's handlers.
 #ifndef FLASHXLA_CSRC_FFI_TARGETS_H_
 #define FLASHXLA_CSRC_FFI_TARGETS_H_
 
@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// The i-th custom call target, or NULL past the last: its name and its XLA_FFI_Handler*.
+// The name and the XLA_FFI_Handler* of the i-th custom call target; NULL past the last one.
 FLASHXLA_EXPORT const char* flashxla_ffi_target_name(int64_t i);
 FLASHXLA_EXPORT void* flashxla_ffi_target_handler(int64_t i);
 
@@ -16,7 +16,7 @@ FLASHXLA_EXPORT void* flashxla_ffi_target_handler(int64_t i);
 // ("Host", "CUDA"). Returns NULL, or what went wrong (valid until the next call on this thread).
 FLASHXLA_EXPORT const char* flashxla_ffi_register(const void* api, const char* platform);
 
-// major * 1000 + minor of the XLA FFI API: of this library, and of the runtime behind `api`.
+// The XLA FFI API version of this library, and of the runtime behind `api`: major * 1000 + minor.
 FLASHXLA_EXPORT int64_t flashxla_ffi_api_version(void);
 FLASHXLA_EXPORT int64_t flashxla_ffi_runtime_api_version(const void* api);
 }

@@ -11,8 +11,8 @@
 namespace flashxla {
 namespace {
 
-// One loop. Helpers that the pool starts late find no index left and touch nothing but this, which
-// is why it is shared: the loop's caller may be long gone by then.
+// One loop. It is shared because the pool may start a helper after the loop has ended: the helper
+// then finds no index left, and touches nothing but this struct.
 struct Loop {
   int64_t n;
   void (*body)(void*, int64_t);

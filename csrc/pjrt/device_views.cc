@@ -17,8 +17,7 @@ std::unordered_map<const void*, ManagedTensor*>& Waiting() {
   return *waiting;
 }
 
-// The view that waits for a transfer of this address, which then waits no more; null if there is
-// none.
+// Removes and returns the view that waits for a transfer of this address; null if there is none.
 ManagedTensor* Take(const void* host) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto& waiting = Waiting();

@@ -1,5 +1,5 @@
-// Device memory of another framework as a PJRT buffer, for a framework that can only transfer host
-// memory: the host address of one transfer stands for the device memory.
+// Makes another framework's device memory a PJRT buffer, for a framework that can only transfer
+// host memory: a transfer from an agreed host address gives a view of the device memory instead.
 #ifndef FLASHXLA_CSRC_PJRT_DEVICE_VIEWS_H_
 #define FLASHXLA_CSRC_PJRT_DEVICE_VIEWS_H_
 

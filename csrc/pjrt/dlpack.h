@@ -1,4 +1,4 @@
-// The struct by which frameworks lend each other memory.
+// DLPack's struct, with which frameworks share memory.
 #ifndef FLASHXLA_CSRC_PJRT_DLPACK_H_
 #define FLASHXLA_CSRC_PJRT_DLPACK_H_
 

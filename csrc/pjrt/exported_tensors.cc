@@ -1,9 +1,9 @@
-// Memory of Python objects in DLPack capsules. Who takes such a tensor may hold it longer than the
-// interpreter lives, so its deleter can't be Python code.
+// DLPack capsules for the memory of Python objects. A consumer may hold such a tensor longer than
+// the interpreter lives, so the deleter cannot be Python code.
 #include "pjrt/dlpack.h"
 #include "pjrt/plugin_adapter.h"
 
-// Of the interpreter that loads this library. A program without one never gets here.
+// From the interpreter that loads this library. Weak: a program without one never calls them.
 extern "C" {
 __attribute__((weak)) int Py_IsInitialized();
 __attribute__((weak)) int PyGILState_Ensure();
@@ -19,11 +19,11 @@ __attribute__((weak)) void* PyCapsule_GetPointer(void* capsule, const char* name
 namespace flashxla::pjrt {
 namespace {
 
-// Who takes the tensor gives the capsule another name.
+// A consumer renames the capsule when it takes the tensor.
 constexpr char kNotTaken[] = "dltensor";
 
 void Release(ManagedTensor* tensor) {
-  // False from the moment that the interpreter begins to end; the process then keeps the memory.
+  // False once the interpreter begins to shut down; the memory then stays allocated.
   if (!Py_IsInitialized()) return;
   const int state = PyGILState_Ensure();
   Py_DecRef(tensor->manager_ctx);

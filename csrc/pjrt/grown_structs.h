@@ -1,6 +1,6 @@
-// A newer plugin refuses the argument structs of an older caller where they have grown since. These
-// functions pass such a struct on at its full length, the fields that the caller does not know
-// zero, which is what each of them documents as its default, and copy what the caller knows back.
+// A newer plugin refuses an older caller's argument structs if they have grown since. These
+// functions pass such a struct on at its full length and copy the caller's part back. Fields that
+// the caller does not know are zero, which is their documented default.
 #ifndef FLASHXLA_CSRC_PJRT_GROWN_STRUCTS_H_
 #define FLASHXLA_CSRC_PJRT_GROWN_STRUCTS_H_
 
@@ -22,7 +22,7 @@ class Grown {
 
   T* full() { return known_ < sizeof(T) ? &full_ : caller_; }
 
-  // Gives the caller what the plugin has set.
+  // Copies what the plugin has set to the caller's struct.
   void CopyBack() {
     if (known_ == sizeof(T)) return;
     full_.struct_size = caller_->struct_size;
@@ -35,7 +35,7 @@ class Grown {
   T full_ = {};
 };
 
-// The plugin's function on a struct at its full length.
+// Calls the plugin's function with the struct at its full length.
 template <FunctionIndex kFunction, typename Args>
 Error* WithGrown(void* caller) {
   Grown<Args> args(static_cast<Args*>(caller));
@@ -44,7 +44,7 @@ Error* WithGrown(void* caller) {
   return error;
 }
 
-// Execute: what grew is the struct of options that its arguments point to.
+// Execute, whose arguments point to a struct of options that has grown.
 inline Error* ExecuteWithGrownOptions(void* caller) {
   auto* args = static_cast<LoadedExecutableExecuteArgs*>(caller);
   ExecuteOptions* const callers_options = args->options;

@@ -2,8 +2,8 @@
 //
 // The API's own definition is xla/pjrt/c/pjrt_c_api.h of openxla/xla: a struct only ever grows at
 // its end, and its first field is the size that the caller knows. Each struct here is the longest
-// of those versions. Fields have the API's names; `scripts/pjrt_structs.py` holds the layouts
-// against the definitions of each version.
+// of those versions. Fields have the API's names. `scripts/pjrt_structs.py` compares the
+// layouts with each version's definitions.
 #ifndef FLASHXLA_CSRC_PJRT_PJRT_ABI_H_
 #define FLASHXLA_CSRC_PJRT_PJRT_ABI_H_
 
@@ -47,7 +47,7 @@ struct Api {
   ApiVersion pjrt_api_version;
 };
 
-// Places of functions in the table, which have not changed since version 0.57.
+// Indices of functions in the table, which have not changed since version 0.57.
 enum FunctionIndex : size_t {
   kErrorDestroy = 0,
   kErrorMessage = 1,
@@ -60,7 +60,7 @@ enum FunctionIndex : size_t {
   kBufferReadyEvent = 72,
   kClientCreateViewOfDeviceBuffer = 93,
   kExecutableGetCompiledMemoryStats = 96,
-  kNumFunctions,  // that a table must have at least
+  kNumFunctions,  // a table must have at least this many
 };
 
 struct ErrorDestroyArgs {
@@ -133,7 +133,7 @@ struct BufferReadyEventArgs {
   Event* event;
 };
 
-// Structs that grew: the comment says since which version a field is there.
+// Structs that have grown. Comments give the version that added a field.
 
 struct ExecuteOptions {
   size_t struct_size;

@@ -1,4 +1,4 @@
-// The plugin that is loaded: its own table, before any change.
+// The loaded plugin's own, unchanged function table.
 #ifndef FLASHXLA_CSRC_PJRT_PLUGIN_H_
 #define FLASHXLA_CSRC_PJRT_PLUGIN_H_
 

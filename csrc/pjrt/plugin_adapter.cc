@@ -1,5 +1,5 @@
-// A PJRT plugin that is another one, adapted for PyTorch/XLA 2.9: JAX's plugin for NVIDIA GPUs is
-// of a newer API version than the framework, and the framework aborts on the platform name "cuda".
+// A PJRT plugin that wraps JAX's plugin for NVIDIA GPUs, so that PyTorch/XLA 2.9 can use it. JAX's
+// plugin has a newer API version than PyTorch/XLA, which also aborts on the platform name "cuda".
 #include "pjrt/plugin_adapter.h"
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@
 namespace flashxla::pjrt {
 namespace {
 
-// Not "cuda", which PyTorch/XLA 2.9 refuses: its devices are then GPU:0, GPU:1, ...
+// Not "cuda", which PyTorch/XLA 2.9 refuses. Its devices are called GPU:0, GPU:1, ... then.
 constexpr char kPlatformName[] = "gpu";
 
 struct Loaded {
@@ -29,7 +29,7 @@ struct Loaded {
 
 std::mutex mutex;
 
-// Never destroyed: frameworks call the table while the process ends.
+// Never destroyed: frameworks still call the table while the process ends.
 Loaded& TheLoaded() {
   static auto* loaded = new Loaded;
   return *loaded;

@@ -1,5 +1,5 @@
-// What libflashxla_pjrt.so offers beside GetPjrtApi: to be called before a framework loads it as
-// its plugin. Messages are static or live until the thread's next call; null is success.
+// The functions of libflashxla_pjrt.so. Call those other than GetPjrtApi before a framework loads
+// the library as its plugin. Messages live at least until the thread's next call; null is success.
 #ifndef FLASHXLA_CSRC_PJRT_PLUGIN_ADAPTER_H_
 #define FLASHXLA_CSRC_PJRT_PLUGIN_ADAPTER_H_
 
@@ -23,23 +23,23 @@ FLASHXLA_EXPORT const char* flashxla_pjrt_accepted_versions();
 FLASHXLA_EXPORT const char* flashxla_pjrt_register_ffi(const char* target, void* handler,
                                                        const char* platform);
 
-// The next transfer of the host memory at `host` gives a buffer that is the device memory of a
-// DLPack tensor (DLManagedTensor) instead. The tensor is deleted when that buffer is.
+// Makes the next transfer of the host memory at `host` give a buffer that is the device memory of a
+// DLPack tensor (DLManagedTensor). The tensor is deleted together with that buffer.
 FLASHXLA_EXPORT void flashxla_pjrt_provide_view(const void* host, void* managed_tensor);
 
-// Whether a view that was provided is still waiting for its transfer; if so it is withdrawn, and
-// the tensor stays the caller's.
+// If a provided view still waits for its transfer, withdraws it and returns 1: the tensor stays the
+// caller's. Otherwise returns 0.
 FLASHXLA_EXPORT int64_t flashxla_pjrt_withdraw_view(const void* host);
 
-// A Python capsule, as __dlpack__ returns it, of a DLPack tensor (DLManagedTensor) that is
-// `owner`'s, a Python object: the capsule, and then who takes the tensor, hold a reference to the
-// owner. Once the interpreter ends they hold it for good. To be called with the GIL; null with
-// Python's error set.
+// A Python capsule, as __dlpack__ returns it, of a DLPack tensor (DLManagedTensor) whose memory
+// belongs to the Python object `owner`. The capsule, and later the consumer of the tensor, hold a
+// reference to the owner; it is not released any more once the interpreter has ended. The caller
+// must hold the GIL. On failure null, with Python's error set.
 FLASHXLA_EXPORT void* flashxla_pjrt_new_capsule(void* managed_tensor, void* owner);
 
-// The table of the plugin for a framework made with version 0.72 to 0.117 of the PJRT C API. Loads
-// the plugin at FLASHXLA_PJRT_PLUGIN if none is loaded; null, with a message on stderr, if that
-// fails.
+// The plugin's table, for a framework built with version 0.72 to 0.117 of the PJRT C API. If no
+// plugin is loaded, loads the one at FLASHXLA_PJRT_PLUGIN; on failure null, with a message on
+// stderr.
 FLASHXLA_EXPORT const void* GetPjrtApi();
 }
 

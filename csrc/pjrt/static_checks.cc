@@ -1,5 +1,5 @@
-// The sizes that the PJRT C API states for its structs (X_STRUCT_SIZE, the end of the last field)
-// in version 0.117.
+// Checks the structs against the sizes that version 0.117 of the PJRT C API states (X_STRUCT_SIZE:
+// the end of the last field).
 #include "pjrt/pjrt_abi.h"
 
 namespace flashxla::pjrt {

@@ -7,44 +7,56 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashxla import cuda_attention, native
-from flashxla.native import CTensor
+from flashxla import native, native_calls
+from flashxla.native import Kernel, Spec
 from flashxla.ops import OPS
-from flashxla.ops.attention import ATTENTION
-from flashxla.ops.cache_format import DTYPE_CODES
 from flashxla.ops.op import Call
+from flashxla.platforms import CPU, PLATFORMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What serves a call.
 
-    few_queries, many_queries: the kernels of sequences with few queries (decode) and of the others (prefill); the
-        same for an operation that makes no difference.
-    reason: why many_queries is not the fastest there is; empty if it is.
-    plan_bytes: of the work lists, which layers share in a JAX program. workspace_bytes: beside them.
+    kernels: which kernel does what of the call. plan_bytes: of what depends on the index tensors alone, which layers
+    share in a JAX program. workspace_bytes: beside it. instruction_set: of a processor, "" on a GPU.
     """
 
     operation: str
     platform: str
-    few_queries: str
-    many_queries: str
-    reason: str = ""
+    kernels: tuple[Kernel, ...]
     plan_bytes: int = 0
     workspace_bytes: int = 0
+    instruction_set: str = ""
+
+    def _of(self, work: str) -> str:
+        kernel = next((k for k in self.kernels if k.work == work), self.kernels[0])
+        return f"{kernel}, {self.instruction_set}" if self.instruction_set else str(kernel)
+
+    @property
+    def few_queries(self) -> str:
+        """The kernel of sequences with few queries: decode."""
+        return self._of("few queries")
+
+    @property
+    def many_queries(self) -> str:
+        """The kernel of the other sequences: prefill. The same for an operation that makes no difference."""
+        return self._of("many queries")
+
+    @property
+    def reason(self) -> str:
+        """Why some work is not done by the fastest kernel for it; empty if all is."""
+        return "; ".join(dict.fromkeys(k.reason for k in self.kernels if k.reason))
 
     def __str__(self) -> str:
         lines = [f"{self.operation} on {self.platform}"]
-        if self.few_queries == self.many_queries:
-            lines.append(f"  kernels       {self.many_queries}")
-        else:
-            lines.append(f"  few queries   {self.few_queries}")
-            lines.append(f"  many queries  {self.many_queries}")
-        if self.reason:
-            lines.append(f"  because       {self.reason}")
+        for kernel in self.kernels:
+            lines.append(f"  {kernel.work:<16} {self._of(kernel.work)}")
+            if kernel.reason:
+                lines.append(f"  {'':<16} because: {kernel.reason}")
         if self.plan_bytes or self.workspace_bytes:
-            lines.append(f"  plan          {self.plan_bytes} bytes")
-            lines.append(f"  workspace     {self.workspace_bytes} bytes")
+            lines.append(f"  {'plan':<16} {self.plan_bytes} bytes")
+            lines.append(f"  {'workspace':<16} {self.workspace_bytes} bytes")
         return "\n".join(lines)
 
 
@@ -57,8 +69,9 @@ def explain(
     may be shapes and dtypes (jax.ShapeDtypeStruct). platform: "cpu" or "cuda"; default: where the arrays are.
     Raises what the call itself would raise for wrong arguments.
     """
-    if platform not in (None, "cpu", "cuda"):
-        raise ValueError(f"explain: platform: got {platform!r}; accepted: 'cpu', 'cuda'")
+    if platform is not None and platform not in PLATFORMS:
+        accepted = ", ".join(map(repr, PLATFORMS))
+        raise ValueError(f"explain: platform: got {platform!r}; accepted: {accepted}")
     if _framework(operation, (*args, *kwargs.values())) == "torch":
         call, operands, found = _torch_call(operation, args, kwargs)
     else:
@@ -66,25 +79,11 @@ def explain(
     return _explain(call, operands, platform or found)
 
 
-def _explain(call: Call, operands: Mapping[str, CTensor], platform: str) -> Explanation:
-    library = native.library(platform)
-    if platform == "cpu":
-        kernels = f"{library.instruction_set} kernels"
-        if call.native is not ATTENTION:
-            return Explanation(call.op.name, platform, kernels, kernels)
-        few, many = (f"{how}, {kernels}" for how in ("keys divided among threads", "tiles of rows"))
-        return Explanation(call.op.name, platform, few, many)
-    if call.native is not ATTENTION:
-        return Explanation(call.op.name, platform, call.native.name, call.native.name)
-    needs = cuda_attention.needs(call, operands)
+def _explain(call: Call, operands: Mapping[str, Spec], platform: str) -> Explanation:
+    needs = native_calls.planned_needs(call, platform, operands)
+    instruction_set = native.library(platform).instruction_set if platform == CPU.name else ""
     return Explanation(
-        call.op.name,
-        platform,
-        needs.few_queries,
-        needs.many_queries,
-        needs.reason,
-        4 * needs.plan_words,
-        needs.bytes_with_a_plan,
+        call.op.function, platform, needs.kernels, needs.plan_bytes, needs.workspace_bytes, instruction_set
     )
 
 
@@ -99,7 +98,7 @@ def _function(operation: str | Callable[..., Any], framework: str) -> Callable[.
     if callable(operation):
         return operation
     module = importlib.import_module(f"flashxla.{framework}")
-    operations = sorted(op.function for op in OPS)
+    operations = sorted(op.function for op in OPS if op.public)
     if operation not in operations:
         raise ValueError(f"explain: operation: got {operation!r}; accepted: {', '.join(operations)}")
     return getattr(module, operation)
@@ -109,7 +108,7 @@ def _no_operation(operation: str | Callable[..., Any]) -> ValueError:
     return ValueError(f"explain: operation: got {operation!r}, which calls no operation of flashxla")
 
 
-_Found = tuple[Call, Mapping[str, CTensor], str]
+_Found = tuple[Call, Mapping[str, Spec], str]
 
 
 def _jax_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Found:
@@ -130,8 +129,8 @@ def _jax_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str
     if not calls:
         raise _no_operation(operation)
     ((call, avals),) = calls
-    slots = [slot for _, slot in call.operands]
-    operands = {slot: CTensor.of(DTYPE_CODES[a.dtype], a.shape) for slot, a in zip(slots, avals, strict=True)}
+    fields = [field for _, field in call.operands]
+    operands = {field: Spec(a.dtype, a.shape) for field, a in zip(fields, avals, strict=True)}
     return call, operands, _jax_platform(list(arrays.values()))
 
 
@@ -140,8 +139,12 @@ def _jax_platform(arrays: list[Any]) -> str:
 
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            return "cuda" if next(iter(array.devices())).platform in ("gpu", "cuda") else "cpu"
-    return "cuda" if jax.default_backend() == "gpu" else "cpu"
+            found = next(iter(array.devices())).platform
+            break
+    else:
+        found = jax.default_backend()
+    names = {name: p.name for p in PLATFORMS.values() for name in (p.jax_backend, p.jax_lowering)}
+    return names.get(found, CPU.name)
 
 
 def _torch_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Found:
@@ -165,8 +168,9 @@ def _torch_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[s
             signature = torch_calls.signature(op, values)
             call = torch_calls.resolve(op, signature)
             device = values[0].device.type
-            operands = torch_calls.operand_tensors(op, call, signature)
-            found.append((call, operands, "cuda" if device == "cuda" else "cpu"))
+            operands = torch_calls.operand_specs(op, call, signature)
+            names = {p.torch_device: p.name for p in PLATFORMS.values()}
+            found.append((call, operands, names.get(device, CPU.name)))
             raise Stop
 
     try:

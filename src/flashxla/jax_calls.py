@@ -1,7 +1,8 @@
-"""A resolved call as a JAX computation: one custom call with its aliases declared; on a GPU attention has a second
-one, its plan, which XLA shares among the layers of a model.
+"""A resolved call as a JAX computation, for each platform, and its derivative.
 
-Used by the JAX front end, and to produce the HLO that PyTorch/XLA embeds.
+A call is one custom call with its updates declared as aliases. Where its operation has a plan, that is a custom call
+of its own, which XLA shares among the layers of a model. Used by the JAX front end, and to produce the HLO that
+PyTorch/XLA embeds.
 """
 
 from __future__ import annotations
@@ -9,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashxla import cuda_attention, native
-from flashxla.ops.attention import ATTENTION, ATTENTION_PLAN
+from flashxla import jax_derivatives, native, native_calls
+from flashxla.native import Spec
 from flashxla.ops.op import Aval, Call
-
-# What a program for a GPU calls where the library for it is missing: XLA's error shows the name.
-MISSING_LIBRARY = f"flashxla: libflashxla_cuda.so is not installed; {native.HOW_TO_BUILD['cuda']}"
+from flashxla.platforms import CPU, PLATFORMS, Platform
 
 Observed = list[tuple[Call, tuple[Aval, ...]]]
 _observers: contextvars.ContextVar[tuple[Observed, ...]] = contextvars.ContextVar("observers", default=())
@@ -43,93 +42,115 @@ def shape_dtype(aval: Aval) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
 
 
+def aval_of(x: jax.Array) -> Aval:
+    """The aval of an array."""
+    return Aval(tuple(x.shape), str(x.dtype))
+
+
 def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The custom call on `operands` (the call's, in its order)."""
+    """The custom call on `operands` (the call's, in its order): its results, then what it updates."""
     for calls in _observers.get():
-        calls.append((call, tuple(map(_aval, operands))))
-    return list(_by_platform(call, native.is_installed("cuda"))(*operands))
+        calls.append((call, tuple(map(aval_of, operands))))
+    installed = tuple(name for name in PLATFORMS if native.is_installed(name))
+    return list(_computation(call, installed)(*operands))
 
 
 @functools.lru_cache(maxsize=4096)
-def _by_platform(call: Call, cuda: bool) -> Any:
-    """A call that is another one on a GPU. The platform is chosen when a program is lowered, not when it runs.
-
-    inline: it leaves no function of its own in the programs that contain it.
-    """
-    on_cpu = functools.partial(_one_call, call)
-    if not cuda:
-        on_gpu = functools.partial(_missing_library, call)
-    elif call.native is ATTENTION:
-        on_gpu = functools.partial(_planned_attention, call)
-    elif call.aliases:
-        on_gpu = functools.partial(_fenced_update, call)
-    else:
-        on_gpu = on_cpu
-
-    @jax.custom_jvp
-    def computation(*operands: jax.Array) -> list[jax.Array]:
-        if on_gpu is on_cpu:
-            return on_cpu(*operands)
-        return jax.lax.platform_dependent(*operands, default=on_cpu, cuda=on_gpu)
-
-    @computation.defjvp
-    def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            f"{call.op.function}: no backward pass: a derivative was asked for; keep the call out of what is "
-            "differentiated, or give it jax.lax.stop_gradient of its arguments"
-        )
-
-    return jax.jit(computation, inline=True)
+def _computation(call: Call, installed: tuple[str, ...]) -> Any:
+    """A call with its derivative. inline: it leaves no function of its own in the programs that contain it."""
+    # Batched as a whole, one after the other, so that a fence stays around each call.
+    forward = jax.custom_batching.sequential_vmap(functools.partial(_by_platform, call, installed))
+    return jax.jit(jax_derivatives.attach(call, forward, custom_call), inline=True)
 
 
-def _one_call(call: Call, *operands: jax.Array) -> list[jax.Array]:
-    aliases = {operand: result for result, operand in call.aliases}
-    return _ffi_call(call.native.target, call.results, operands, call.ffi_attributes, aliases)
+def _by_platform(call: Call, installed: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
+    """The platform is chosen when a program is lowered, not when it runs."""
+    branches = {p.jax_lowering: _branch(call, p, p.name in installed) for p in PLATFORMS.values()}
+    default = branches.pop(CPU.jax_lowering)
+    return jax.lax.platform_dependent(*operands, default=default, **branches)
 
 
-def _fenced_update(call: Call, *operands: jax.Array) -> list[jax.Array]:
-    """A call that updates operands in place, out of reach of XLA:GPU's fusion of custom calls with slices.
+def _branch(call: Call, platform: Platform, installed: bool) -> Callable[..., list[jax.Array]]:
+    return functools.partial(_on_platform if installed else _missing_library, call, platform)
+
+
+def _missing_library(call: Call, platform: Platform, *operands: jax.Array) -> list[jax.Array]:
+    """What a program calls where the library for its platform is missing: XLA's error shows the name."""
+    target = f"flashxla: libflashxla_{platform.name}.so is not installed; {platform.how_to_build}"
+    updated = [aval_of(operands[i]) for i in call.updates]
+    return _ffi_call(target, [*(aval for _, aval in call.results), *updated], operands, {})
+
+
+def _on_platform(call: Call, platform: Platform, *operands: jax.Array) -> list[jax.Array]:
+    """The plan, and the call with it and a workspace, a result that nobody reads."""
+    arrays = dict(zip([field for _, field in call.operands], operands, strict=True))
+    specs = {field: Spec(str(x.dtype), tuple(x.shape)) for field, x in arrays.items()}
+    needs = native_calls.planned_needs(call, platform.name, specs)
+    operation = native.library(platform.name).operation(call.op.native)
+    if needs.plan_bytes:
+        (plan,) = operation.of_kind("plan")
+        arrays[plan] = _plan(call, platform, arrays, plan, needs.plan_bytes)
+
+    results = [*call.results, *((field, aval_of(arrays[field])) for field in call.updated_fields)]
+    kept = len(results)
+    if needs.workspace_bytes:
+        (workspace,) = operation.of_kind("workspace")
+        results.append((workspace, Aval((needs.workspace_bytes,), native_calls.WORKSPACE_DTYPE)))
+    if platform.fence_updates:
+        arrays |= _fenced({field: arrays[field] for field in call.updated_fields})
+    attributes = {**_binding(call, arrays, results), **_scalars(call, platform)}
+    aliases = {operand: len(call.results) + i for i, operand in enumerate(call.updates)}
+    target = f"flashxla_{call.op.native}"
+    got = _ffi_call(target, [aval for _, aval in results], list(arrays.values()), attributes, aliases)[:kept]
+    if platform.fence_updates and call.updates:
+        got = list(_fenced(dict(enumerate(got))).values())
+    return got
+
+
+def _fenced(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+    """Out of reach of XLA:GPU's fusion of custom calls with slices.
 
     Of K and V that are slices of one tensor it makes a cyclic program ("A cycle is detected", XLA of jaxlib 0.11).
     """
-    fenced = list(operands)
-    updated = [operand for _, operand in call.aliases]
-    values = jax.lax.optimization_barrier([operands[i] for i in updated])
-    for i, value in zip(updated, values, strict=True):
-        fenced[i] = value
-    return jax.lax.optimization_barrier(_one_call(call, *fenced))
+    return dict(zip(arrays, jax.lax.optimization_barrier(list(arrays.values())), strict=True))
 
 
-def _missing_library(call: Call, *operands: jax.Array) -> list[jax.Array]:
-    return _ffi_call(MISSING_LIBRARY, call.results, operands, {})
+def _plan(call: Call, platform: Platform, arrays: Mapping[str, jax.Array], name: str, size: int) -> jax.Array:
+    """What the call computes from its index tensors.
+
+    Its operands and attributes are what it depends on, and nothing else, so that calls that share those share it.
+    """
+    fields = native.library(platform.name).operation(call.op.native).fields
+    avals = {**{field: aval_of(x) for field, x in arrays.items()}, **dict(call.results)}
+    read = {field: x for field, x in arrays.items() if fields[field].plan == "read"}
+    shapes = {field: aval for field, aval in avals.items() if fields[field].plan == "static"}
+    codes = native.library(platform.name).records.dtypes
+    result = [(name, Aval((size,), native_calls.PLAN_DTYPE))]
+    attributes = {
+        **_binding(call, read, result),
+        "shapes": ",".join(
+            f"{field}={codes[aval.dtype]}[{','.join(map(str, aval.shape))}]" for field, aval in shapes.items()
+        ),
+        **{s: value for s, value in _scalars(call, platform).items() if fields[s].plan == "static"},
+    }
+    target = f"flashxla_{call.op.native}_plan"
+    (plan,) = _ffi_call(target, [aval for _, aval in result], list(read.values()), attributes)
+    return plan
 
 
-def _planned_attention(call: Call, *operands: jax.Array) -> list[jax.Array]:
-    """Two custom calls: the plan, and attention with it and a workspace, a result that nobody reads."""
-    slots = [slot for _, slot in call.operands]
-    by_slot = dict(zip(slots, operands, strict=True))
-    avals = {slot: _aval(operand) for slot, operand in by_slot.items()}
-    needs = cuda_attention.needs_of(call, avals)
-    names = call.labels
-    planned = [slot for slot in ATTENTION_PLAN.inputs if slot in by_slot]
-    attributes = ATTENTION_PLAN.ffi_attributes(
-        call.op.function,
-        {slot: names[slot] for slot in planned},
-        ATTENTION_PLAN.results,
-        cuda_attention.plan_scalars(call, avals, needs.engines),
-    )
-    (plan,) = _ffi_call(
-        ATTENTION_PLAN.target,
-        [Aval((needs.plan_words,), "int32")],
-        [by_slot[slot] for slot in planned],
-        attributes,
-    )
+def _binding(call: Call, operands: Mapping[str, Any], results: Sequence[tuple[str, Aval]]) -> dict[str, str]:
+    """Which field each operand and result of a custom call is, and the caller's words for messages."""
+    labels = {field: call.labels.get(field, field) for field in operands}
+    return {
+        "op": call.op.function,
+        "operands": ",".join(f if label == f else f"{f}={label}" for f, label in labels.items()),
+        "results": ",".join(field for field, _ in results),
+    }
 
-    results = (*ATTENTION.results[: len(call.results)], "workspace")
-    scalars = {**dict(call.attributes), "engines": needs.engines}
-    attributes = ATTENTION.ffi_attributes(call.op.function, {**names, "plan": "plan"}, results, scalars)
-    avals_out = (*call.results, Aval((needs.bytes_with_a_plan,), "uint8"))
-    return _ffi_call(ATTENTION.target, avals_out, (*operands, plan), attributes)[:-1]
+
+def _scalars(call: Call, platform: Platform) -> dict[str, int | float]:
+    library = native.library(platform.name)
+    return {field: library.scalar(call.op.native, field, value) for field, value in call.attributes}
 
 
 def _ffi_call(
@@ -146,10 +167,6 @@ def _ffi_call(
         input_output_aliases=dict(aliases or {}),
     )
     return list(ffi_call(*operands, **{name: _attribute(value) for name, value in attributes.items()}))
-
-
-def _aval(x: jax.Array) -> Aval:
-    return Aval(tuple(x.shape), str(x.dtype))
 
 
 def _attribute(value: int | float | str) -> np.int64 | np.float64 | str:

@@ -1,13 +1,14 @@
 """The native libraries: finding them, and calling the C ABI (csrc/include/flashxla).
 
-They are plain shared objects without a Python ABI, so one build serves every Python. Each operation's argument
-struct is mirrored here from its `Native` declaration; nothing in this module knows Torch or XLA.
+They are plain shared objects without a Python ABI, so one build serves every Python. Nothing in this module knows
+Torch or XLA, or any operation: a library says itself which operations it has, and how their structs are laid out.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import math
 import os
 import sysconfig
@@ -15,127 +16,75 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashxla.ops.attention import ATTENTION, ATTENTION_PLAN
-from flashxla.ops.kv_cache import KV_CACHE
-from flashxla.ops.merge_states import MERGE_STATES
-from flashxla.ops.op import Native
+from flashxla.platforms import CPU, PLATFORMS
+from flashxla.records import Operation, Records
 
-NATIVES = (KV_CACHE, ATTENTION, MERGE_STATES)
-# What a platform's library has beside them.
-MORE_NATIVES: dict[str, tuple[Native, ...]] = {"cpu": (), "cuda": (ATTENTION_PLAN,)}
-HOW_TO_BUILD = {
-    "cpu": "build it with 'make build'",
-    "cuda": "build it with 'make cuda', or install a wheel made by 'make wheel CUDA=1'",
-}
-MAX_RANK = 5
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 # An empty tensor may have no address, yet it is present; as well aligned as one of a framework.
 _ALIGNMENT = 256
 _EMPTY = ctypes.create_string_buffer(2 * _ALIGNMENT)
-_EMPTY_ADDRESS = -(-ctypes.addressof(_EMPTY) // _ALIGNMENT) * _ALIGNMENT
+SOME_ADDRESS = -(-ctypes.addressof(_EMPTY) // _ALIGNMENT) * _ALIGNMENT
 
 
-class CTensor(ctypes.Structure):
-    """flashxla_tensor."""
+class Spec(NamedTuple):
+    """A tensor without its address: dtype name, shape, and strides in elements (None: dense, row-major)."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("shape", ctypes.c_int64 * MAX_RANK),
-        ("stride", ctypes.c_int64 * MAX_RANK),
-    )
-
-    @classmethod
-    def of(cls, dtype: int, shape: Iterable[int], stride: Iterable[int] | None = None) -> CTensor:
-        """A tensor but for its address; strides in elements, None for a dense row-major one."""
-        tensor = cls()
-        shape = tuple(shape)
-        if stride is None:
-            stride = (math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        tensor.dtype, tensor.rank = dtype, len(shape)
-        tensor.shape[: len(shape)] = shape
-        tensor.stride[: len(shape)] = tuple(stride)
-        return tensor
-
-    @property
-    def address(self) -> int:
-        """Where the data is."""
-        return self.data
-
-    @address.setter
-    def address(self, address: int) -> None:
-        self.data = address or _EMPTY_ADDRESS
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
 
 
-class CContext(ctypes.Structure):
-    """flashxla_context."""
+class Kernel(NamedTuple):
+    """A kernel that serves a call (flashxla_kernel).
 
-    _fields_ = (
-        ("parallel_for", ctypes.c_void_p),
-        ("pool", ctypes.c_void_p),
-        ("num_threads", ctypes.c_int64),
-        ("stream", ctypes.c_void_p),
-        ("check_indices", ctypes.c_int64),
-    )
-
-
-class CAttentionNeeds(ctypes.Structure):
-    """flashxla_attention_needs."""
-
-    _fields_ = (
-        ("plan_words", ctypes.c_int64),
-        ("workspace_bytes", ctypes.c_int64),
-        ("engines", ctypes.c_int64),
-        ("few_queries", ctypes.c_char_p),
-        ("many_queries", ctypes.c_char_p),
-        ("reason", ctypes.c_char_p),
-    )
-
-
-class AttentionNeeds(NamedTuple):
-    """What a call of attention on a GPU needs, and which engines serve it (csrc/include/flashxla/attention.h).
-
-    workspace_bytes: without a plan; with one, its bytes less.
+    work: what of the call, such as "few queries"; reason: why the fastest kernel for it cannot serve it.
     """
 
-    plan_words: int
-    workspace_bytes: int
-    engines: int
-    few_queries: str
-    many_queries: str
+    work: str
+    name: str
+    description: str
     reason: str
 
-    @property
-    def bytes_with_a_plan(self) -> int:
-        """The workspace of a call that is given its plan."""
-        return self.workspace_bytes - 4 * self.plan_words
+    def __str__(self) -> str:
+        return f"{self.name}: {self.description}"
 
 
-@functools.cache
-def args_struct(native: Native) -> type[ctypes.Structure]:
-    """flashxla_<name>_args: inputs, then results that are not inputs too, then integers and floats."""
-    tensors = dict.fromkeys((*native.inputs, *native.results))
-    fields: list[tuple[str, Any]] = [(name, CTensor) for name in tensors]
-    fields += [(name, ctypes.c_int64) for name in native.integers]
-    fields += [(name, ctypes.c_double) for name in native.floats]
-    return type(f"flashxla_{native.name}_args", (ctypes.Structure,), {"_fields_": fields})
+class Needs(NamedTuple):
+    """What a call needs beside its arguments, and which kernels serve it (flashxla_needs)."""
+
+    plan_bytes: int
+    workspace_bytes: int
+    kernels: tuple[Kernel, ...]
 
 
 class Library:
-    """One platform's native library, "cpu" or "cuda"."""
+    """The native library of a platform, by the platform's name."""
 
     def __init__(self, platform: str, path: Path) -> None:
         self.platform = platform
         self.path = path
         self._cdll = ctypes.CDLL(str(path))
+        try:
+            self._declare()
+            self.records = Records(json.loads(self._cdll.flashxla_describe()))
+        except AttributeError:
+            raise ImportError(
+                f"flashxla: {path.name} is of an older version of flashxla; {PLATFORMS[platform].how_to_build}"
+            ) from None
+        self._functions = {}
+        for operation in self.records.operations.values():
+            function = self._cdll[f"flashxla_{platform}_{operation.name}"]
+            function.argtypes = (
+                ctypes.POINTER(operation.arguments),
+                ctypes.POINTER(self.records.context),
+            )
+            self._functions[operation.name] = function
+
+    def _declare(self) -> None:
+        """Tell ctypes the types of the functions that every library has. Raises AttributeError if one is missing."""
+        self._cdll.flashxla_describe.restype = ctypes.c_char_p
         self._cdll.flashxla_last_error.restype = ctypes.c_char_p
         self._cdll.flashxla_check_indices.restype = ctypes.c_int64
-        self._functions = {}
-        for native in (*NATIVES, *MORE_NATIVES[platform]):
-            function = self._cdll[f"flashxla_{platform}_{native.name}"]
-            function.argtypes = (ctypes.POINTER(args_struct(native)), ctypes.POINTER(CContext))
-            self._functions[native] = function
         self._cdll.flashxla_ffi_target_name.restype = ctypes.c_char_p
         self._cdll.flashxla_ffi_target_name.argtypes = (ctypes.c_int64,)
         self._cdll.flashxla_ffi_target_handler.restype = ctypes.c_void_p
@@ -151,21 +100,46 @@ class Library:
         """Whether FLASHXLA_CHECK=1: bad index tensors raise instead of being skipped."""
         return bool(self._cdll.flashxla_check_indices())
 
+    def operation(self, name: str) -> Operation:
+        """An operation of this library."""
+        return self.records.operations[name]
+
+    def tensor(self, spec: Spec) -> ctypes.Structure:
+        """A flashxla_tensor, at an address that nobody reads."""
+        shape = tuple(spec.shape)
+        stride = spec.stride
+        if stride is None:
+            stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        tensor: Any = self.records.tensor()
+        tensor.data, tensor.dtype, tensor.rank = SOME_ADDRESS, self.records.dtypes[spec.dtype], len(shape)
+        tensor.shape[: len(shape)] = shape
+        tensor.stride[: len(shape)] = stride
+        return tensor
+
+    def scalar(self, operation: str, field: str, value: float | str) -> int | float:
+        """A scalar as the C ABI has it: layouts and dtypes are named by their callers."""
+        codes = {"layout": self.records.layouts, "dtype": self.records.dtypes}
+        table = codes.get(self.operation(operation).fields[field].kind)
+        return table[str(value)] if table else value  # type: ignore[return-value]
+
     def arguments(
-        self, native: Native, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float]
+        self, operation: str, tensors: Mapping[str, Spec], scalars: Mapping[str, float | str]
     ) -> ctypes.Structure:
-        """The argument struct of an operation."""
-        args = args_struct(native)()
-        for name, value in (*tensors.items(), *attributes.items()):
-            setattr(args, name, value)
+        """The arguments of an operation, by field; the tensors' addresses are to be filled in."""
+        args = self.operation(operation).arguments()
+        for field, spec in tensors.items():
+            setattr(args, field, self.tensor(spec))
+        for field, value in scalars.items():
+            setattr(args, field, self.scalar(operation, field, value))
         return args
 
-    def run(self, native: Native, args: ctypes.Structure, **context: int | None) -> str | None:
+    def run(self, operation: str, args: ctypes.Structure, **context: int | None) -> str | None:
         """Run an operation. Returns None, or the message of an invalid argument.
 
-        context: fields of CContext. Raises MemoryError, and RuntimeError for a failure of the device.
+        context: fields of flashxla_context. Raises MemoryError, and RuntimeError for a failure of the device.
         """
-        status = self._functions[native](args, CContext(check_indices=self.check_indices, **context))
+        context_record = self.records.context(check_indices=self.check_indices, **context)
+        status = self._functions[operation](args, context_record)
         if status == _OK:
             return None
         message = (self._cdll.flashxla_last_error() or b"").decode()
@@ -173,22 +147,16 @@ class Library:
             return message
         raise (MemoryError if status == _OUT_OF_MEMORY else RuntimeError)(f"flashxla: {message}")
 
-    def attention_needs(
-        self, tensors: Mapping[str, CTensor], attributes: Mapping[str, int | float]
-    ) -> AttentionNeeds:
-        """What a call of attention needs; only of the cuda library. The tensors need no address."""
-        args = self.arguments(ATTENTION, tensors, attributes)
-        for slot in tensors:
-            getattr(args, slot).address = 0
-        function = self._cdll[f"flashxla_{self.platform}_attention_needs"]
-        function.argtypes = (ctypes.POINTER(args_struct(ATTENTION)), ctypes.POINTER(CAttentionNeeds))
-        needs = CAttentionNeeds()
-        if status := function(args, needs):
-            message = (self._cdll.flashxla_last_error() or b"").decode()
-            raise (ValueError if status == _INVALID_ARGUMENT else RuntimeError)(message)
-        names = (needs.few_queries, needs.many_queries, needs.reason)
-        few, many, reason = ((name or b"").decode() for name in names)
-        return AttentionNeeds(needs.plan_words, needs.workspace_bytes, needs.engines, few, many, reason)
+    def needs(self, operation: str, args: ctypes.Structure) -> Needs:
+        """What a call needs. Raises ValueError for arguments that the kernels do not take."""
+        record: Any = self.records.needs()
+        if problem := self.run(operation, args, needs=ctypes.addressof(record)):
+            raise ValueError(problem)
+        kernels = tuple(
+            Kernel(*(text.decode() for text in (k.work, k.name, k.description, k.reason)))
+            for k in record.kernels[: record.num_kernels]
+        )
+        return Needs(record.plan_bytes, record.workspace_bytes, kernels)
 
     @functools.cached_property
     def instruction_set(self) -> str:
@@ -260,13 +228,13 @@ def library_path(name: str) -> Path:
     for path in places:
         if path.exists():
             return path
+    how_to_build = PLATFORMS.get(name, CPU).how_to_build
     raise ImportError(
-        f"flashxla: {places[0].name} not found in {', '.join(str(path.parent) for path in places)}; "
-        f"{HOW_TO_BUILD.get(name, HOW_TO_BUILD['cpu'])}"
+        f"flashxla: {places[0].name} not found in {', '.join(str(path.parent) for path in places)}; {how_to_build}"
     )
 
 
 @functools.cache
 def library(platform: str) -> Library:
-    """The library of a platform, "cpu" or "cuda". Raises ImportError if it is not installed."""
+    """The library of a platform, by its name. Raises ImportError if it is not installed."""
     return Library(platform, library_path(platform))

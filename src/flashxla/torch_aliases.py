@@ -1,15 +1,22 @@
 """The operations under the names that earlier systems gave them.
 
-torch.ops.xla.flash_attn_varlen_op and torch.ops.xla_gpu.paged_attention decompose into torch.ops.flashxla's ops
-on every device, so their fake kernels and compilation are those.
+They decompose into torch.ops.flashxla's ops on every device, so their fake kernels and compilation are those.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 _XLA = torch.library.Library("xla", "FRAGMENT")
 _XLA_GPU = torch.library.Library("xla_gpu", "FRAGMENT")
+_FLASHXLA = torch.library.Library("flashxla", "FRAGMENT")
+_PAGED_ATTENTION = (
+    "paged_attention(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
+    "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, float? soft_cap=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None{more}) -> Tensor"
+)
 
 
 def register_all() -> None:
@@ -21,12 +28,11 @@ def register_all() -> None:
         "-> (Tensor, Tensor)"
     )
     _XLA.impl("flash_attn_varlen_op", _flash_attn_varlen_op, "CompositeImplicitAutograd")
-    _XLA_GPU.define(
-        "paged_attention(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, "
-        "Tensor query_start_loc, Tensor num_seqs, float scale, SymInt? sliding_window=None, float? soft_cap=None, "
-        "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
-    )
+    _XLA_GPU.define(_PAGED_ATTENTION.format(more=""))
     _XLA_GPU.impl("paged_attention", _paged_attention, "CompositeImplicitAutograd")
+    more = ', Tensor? value_cache=None, str layout="interleaved", str kv_cache_dtype="auto"'
+    _FLASHXLA.define(_PAGED_ATTENTION.format(more=more))
+    _FLASHXLA.impl("paged_attention", _paged_attention, "CompositeImplicitAutograd")
 
 
 def _flash_attn_varlen_op(
@@ -65,29 +71,6 @@ def _flash_attn_varlen_op(
     )
 
 
-def _paged_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_seqs: torch.Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return torch.ops.flashxla.paged_attention(
-        query,
-        kv_cache,
-        context_lens,
-        block_tables,
-        query_start_loc,
-        num_seqs,
-        scale,
-        sliding_window,
-        soft_cap,
-        k_scale,
-        v_scale,
-    )
+def _paged_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The output alone."""
+    return torch.ops.flashxla.paged_attention_with_lse(*args, **kwargs)[0]

@@ -1,7 +1,8 @@
-"""What torch.autograd does with the operations: none has a backward pass, and whoever asks for a gradient is told so.
+"""What torch.autograd does with the operations: gradients by an operation's vjp, or an error that says there is none.
 
-A call whose arguments require grad gives results that require grad, and marks the caches that it updates. The error
-comes when a gradient is computed, so that programs run forward without torch.no_grad().
+A call whose arguments require grad gives results that require grad, and marks the caches that it updates. Where no
+backward pass exists, the error comes when a gradient is computed, so that programs run forward without
+torch.no_grad().
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from flashxla.ops import Op, Tensor
+from flashxla.ops.op import Op, Vjp
+from flashxla.ops.parameters import Tensor
+from flashxla.platforms import PLATFORMS
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-_PLATFORMS = {torch._C.DispatchKey.CPU: "cpu", torch._C.DispatchKey.CUDA: "cuda"}
+_PLATFORMS = {getattr(torch._C.DispatchKey, p.torch_key): p.name for p in PLATFORMS.values()}
 _NO_BACKWARD = "_no_backward"
 
 
@@ -25,7 +28,7 @@ def define(library: torch.library.Library) -> None:
         f"{_NO_BACKWARD}(Tensor grad, str message, SymInt[] shape, ScalarType dtype) -> Tensor",
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
-    for key in ("CPU", "CUDA", "XLA"):
+    for key in (*(p.torch_key for p in PLATFORMS.values()), "XLA"):
         library.impl(_NO_BACKWARD, _raise, key)
     torch.library.register_fake(f"flashxla::{_NO_BACKWARD}", _fake, lib=library)
 
@@ -33,7 +36,7 @@ def define(library: torch.library.Library) -> None:
 def kernel(op: Op, kernels: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The kernel of an op for the dispatch key Autograd, called with the key set first.
 
-    kernels: those of "cpu" and "cuda", called at once where nothing else comes between.
+    kernels: those of the platforms, called at once where nothing else comes between.
     """
     overload = getattr(torch.ops.flashxla, op.name).default
     tensors = tuple(i for i, p in enumerate(op.parameters) if isinstance(p, Tensor))
@@ -69,29 +72,117 @@ def _refuse_tangents(op: Op, tensors: Sequence[torch.Tensor]) -> None:
             raise NotImplementedError(f"{op.function}: no forward-mode derivative, and no backward pass")
 
 
+def _message(op: Op, names: Sequence[str]) -> str:
+    return (
+        f"{op.function}: no backward pass: a gradient was asked for through {', '.join(names)}; call it under "
+        "torch.no_grad(), or with detached tensors"
+    )
+
+
 def _attached(
     op: Op, overload: Any, keyset: Any, args: Sequence[Any], sources: Sequence[torch.Tensor]
 ) -> Any:
     """Run a call and make what it computes or updates a part of autograd's graph."""
     names = [name for name, x in zip(op.names, args, strict=False) if any(x is source for source in sources)]
-    message = (
-        f"{op.function}: no backward pass: a gradient was asked for through {', '.join(names)}; call it under "
-        "torch.no_grad(), or with detached tensors"
-    )
-    if torch._C._are_functorch_transforms_active():  # torch.func.grad and its kin do nothing else
-        raise NotImplementedError(message)
+    message = _message(op, names)
+    if torch._C._are_functorch_transforms_active():  # torch.func.grad and its kin
+        if op.vjp is None:
+            raise NotImplementedError(message)
+        raise NotImplementedError(f"{op.function}: torch.func has no backward pass of it; torch.autograd has")
 
-    def run() -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+    def run(*args: Any) -> Any:
+        # torch.compile takes an update where gradients are off, as in an autograd.Function, for none of autograd's.
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & _AFTER_AUTOGRAD, *args)
 
-    if not op.mutated:
-        return _Result.apply(run, message, *sources)
-    run()
-    for tensor in op.mutated:
+    if op.vjp is not None:
+        results = _Differentiable.apply(op, run, *args, *op.defaults[len(args) :])
+    elif op.results:
+        results = _Result.apply(lambda: run(*args), message, *sources)
+    else:
+        results = run(*args)
+    constants = op.vjp.constants if op.vjp else ()
+    for tensor in op.updated:
         # One at a time: PyTorch takes no function that updates several views.
-        _Update.apply(args[op.names.index(tensor.name)], message, *sources)
-    return None
+        position = op.names.index(tensor.name)
+        if tensor.name not in constants and position < len(args) and args[position] is not None:
+            _Update.apply(args[position], message, *sources)
+    return results
+
+
+class _Differentiable(torch.autograd.Function):
+    """An op with a vjp. Its inputs are the op, how it is run, and the op's arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, run: Callable[..., Any], *args: Any) -> Any:
+        vjp = _vjp_of(op)
+        values = dict(zip(op.names, args, strict=True))
+        requested = {r.when for r in op.results if r.when and r.name in vjp.residuals}
+        values |= dict.fromkeys(requested, True)
+        got = run(*values.values())
+        results = got if isinstance(got, tuple) else (got,)
+        by_name = {**values, **{r.name: x for r, x in zip(op.results, results, strict=True)}}
+        ctx.op = op
+        ctx.scalars = {s.name: values[s.name] for s in op.scalars}
+        ctx.sources = {
+            t.name: (tuple(values[t.name].shape), values[t.name].dtype)
+            for t in op.tensors
+            if values[t.name] is not None
+        }
+        ctx.results = [(tuple(x.shape), x.dtype, x.device) for x in results]
+        ctx.save_for_backward(*(by_name[name] for name in vjp.residuals))
+        ctx.set_materialize_grads(False)
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op: Op = ctx.op
+        vjp = _vjp_of(op)
+        wanted = [
+            name
+            for name, is_wanted in zip(op.names, ctx.needs_input_grad[2:], strict=True)
+            if is_wanted and name in ctx.sources
+        ]
+        # The op's own inputs first: the op, and how it is run.
+        result: list[torch.Tensor | None] = [None, None, *(None for _ in op.names)]
+        given = {r.name: grad for r, grad in zip(op.results, grads, strict=True) if grad is not None}
+        if not given:
+            return tuple(result)
+        taken = _cotangents(ctx, vjp, given)
+        values: dict[str, Any] = {**dict(zip(vjp.residuals, ctx.saved_tensors, strict=True)), **taken}
+        values |= {s.name: ctx.scalars[s.name] for s in vjp.op.scalars}
+        got = getattr(torch.ops.flashxla, vjp.op.name)(*(values[name] for name in vjp.op.names))
+        gradients = got if isinstance(got, tuple) else (got,)
+        by_name = {r.name.removeprefix("grad_"): x for r, x in zip(vjp.op.results, gradients, strict=True)}
+        some_grad = next(iter(given.values()))
+        refused = [r for r in given if f"grad_{r}" not in taken] or [n for n in wanted if n not in by_name]
+        for name in wanted:
+            if name in by_name and not refused:
+                result[2 + op.names.index(name)] = by_name[name]
+            else:
+                no_backward = getattr(torch.ops.flashxla, _NO_BACKWARD)
+                gradient = no_backward(some_grad, _message(op, refused), *ctx.sources[name])
+                result[2 + op.names.index(name)] = gradient
+        return tuple(result)
+
+
+def _vjp_of(op: Op) -> Vjp:
+    assert op.vjp is not None
+    return op.vjp
+
+
+def _cotangents(ctx: Any, vjp: Vjp, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """The gradients of the results that the vjp takes; zeros where it needs one that did not come."""
+    taken: dict[str, torch.Tensor | None] = {}
+    for result, (shape, dtype, device) in zip(ctx.op.results, ctx.results, strict=True):
+        for tensor in vjp.op.tensors:
+            if tensor.name != f"grad_{result.name}":
+                continue
+            grad = given.get(result.name)
+            if grad is None and not tensor.optional:
+                grad = torch.zeros(shape, dtype=dtype, device=device)
+            taken[tensor.name] = grad
+    return taken
 
 
 class _NoBackward(torch.autograd.Function):

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from flashxla import cuda_attention, native
+from flashxla import native, native_calls
+from flashxla.native import Spec
 from flashxla.ops import OPS
-from flashxla.ops.attention import ATTENTION
-from flashxla.ops.cache_format import DTYPE_CODES
-from flashxla.ops.op import Aval, Call, Op, Parameter, Scalar, type_error, value_error
+from flashxla.ops.messages import type_error, value_error
+from flashxla.ops.op import Aval, Call, Op
+from flashxla.ops.parameters import Parameter, Scalar
 
-_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_CODES}
+_DTYPE_NAMES = {
+    getattr(torch, name): name
+    for name in (
+        *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("uint8", "int32", "int64"),
+    )
+}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
-# The arguments of a call in the declared order, and the same with a plain tuple of Layout's fields for each tensor:
+# The arguments of a call in the declared order, and the same with a plain tuple of TensorMeta's fields for each tensor:
 # what the call's program depends on.
 Values = tuple[Any, ...]
 Signature = tuple[Any, ...]
 
 
-class Layout(NamedTuple):
+class TensorMeta(NamedTuple):
     """A tensor without its data."""
 
     shape: torch.Size
@@ -47,15 +55,15 @@ def signature(op: Op, values: Values) -> Signature:
     )
 
 
-def layouts(op: Op, signature: Signature) -> dict[str, Layout | None]:
+def tensor_metas(op: Op, signature: Signature) -> dict[str, TensorMeta | None]:
     """The tensors of a call by name, without their data."""
     by_name = dict(zip(op.names, signature, strict=True))
-    return {t.name: None if by_name[t.name] is None else Layout(*by_name[t.name]) for t in op.tensors}
+    return {t.name: None if by_name[t.name] is None else TensorMeta(*by_name[t.name]) for t in op.tensors}
 
 
-def aval(layout: Layout) -> Aval:
+def aval(meta: TensorMeta) -> Aval:
     """Shape and dtype of a tensor, in the declarations' terms."""
-    return Aval(tuple(layout.shape), _dtype_name(layout.dtype))
+    return Aval(tuple(meta.shape), _dtype_name(meta.dtype))
 
 
 def _exact_types(parameter: Parameter) -> tuple[type, ...]:
@@ -68,6 +76,8 @@ def _exact_types(parameter: Parameter) -> tuple[type, ...]:
 
 # By op, for each argument the types that need no second look.
 _EXACT_TYPES = {op.name: tuple(map(_exact_types, op.parameters)) for op in OPS}
+# By op, the types of whole calls that have had their look.
+_SEEN_TYPES: dict[str, set[tuple[type, ...]]] = {op.name: set() for op in OPS}
 
 
 def checked(op: Op, args: Values) -> Values:
@@ -75,6 +85,18 @@ def checked(op: Op, args: Values) -> Values:
 
     Raises TypeError.
     """
+    if torch.compiler.is_compiling():
+        return _looked_at(op, args)
+    types = tuple(map(type, args))
+    if types in (seen := _SEEN_TYPES[op.name]):
+        return args
+    values = _looked_at(op, args)
+    if values is args:
+        seen.add(types)
+    return values
+
+
+def _looked_at(op: Op, args: Values) -> Values:
     odd = [
         i
         for i, (arg, types) in enumerate(zip(args, _EXACT_TYPES[op.name], strict=True))
@@ -87,6 +109,8 @@ def checked(op: Op, args: Values) -> Values:
         parameter, value = op.parameters[i], args[i]
         if isinstance(parameter, Scalar):
             values[i] = parameter.convert(op.function, value)
+        elif parameter.number and isinstance(value, numbers.Real) and isinstance(args[0], torch.Tensor):
+            values[i] = torch.full((1,), float(value), dtype=torch.float32, device=args[0].device)
         elif not isinstance(value, torch.Tensor):
             got = "None" if value is None else f"{value!r} ({type(value).__name__})"
             label = op.label(parameter.name, lambda name: args[op.names.index(name)] is not None)
@@ -96,14 +120,14 @@ def checked(op: Op, args: Values) -> Values:
 
 def resolve(op: Op, signature: Signature) -> Call:
     """Hold a call against the declaration. Raises TypeError and ValueError."""
-    given = {name: layout for name, layout in layouts(op, signature).items() if layout}
+    given = {name: meta for name, meta in tensor_metas(op, signature).items() if meta}
     first = op.tensors[0].name
-    for name, layout in given.items():
-        if first in given and layout.device != given[first].device:
+    for name, meta in given.items():
+        if first in given and meta.device != given[first].device:
             raise value_error(
                 op.function,
                 op.label(name, given.__contains__),
-                f"a tensor on {layout.device}",
+                f"a tensor on {meta.device}",
                 f"{given[first].device}, the device of {first}",
             )
     avals = {t.name: aval(given[t.name]) if t.name in given else None for t in op.tensors}
@@ -113,9 +137,13 @@ def resolve(op: Op, signature: Signature) -> Call:
 
 def empty_results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:
     """Tensors for the op's results; one that the call does not compute is empty."""
-    results = [like.new_empty(r.shape, dtype=_DTYPES[r.dtype]) for r in call.results]
-    missing = len(op.result_names) - len(results)
-    return results + [like.new_empty((0,), dtype=torch.float32) for _ in range(missing)]
+    computed = dict(call.results)
+    return [
+        like.new_empty(computed[r.field].shape, dtype=_DTYPES[computed[r.field].dtype])
+        if r.field in computed
+        else like.new_empty((0,), dtype=torch.float32)
+        for r in op.results
+    ]
 
 
 def run(op: Op, platform: str, values: Values) -> list[torch.Tensor]:
@@ -126,16 +154,16 @@ def run(op: Op, platform: str, values: Values) -> list[torch.Tensor]:
         with torch.cuda.device(first.get_device()):
             return run(op, platform, values)
     prepared = _prepare(op, platform, signature(op, values))
-    results = [] if op.mutated else empty_results(op, prepared.call, first)
+    results = empty_results(op, prepared.call, first) if op.results else []
     args = type(prepared.template).from_buffer_copy(prepared.template)
-    for i, slot in prepared.operands:
-        getattr(args, slot).address = values[i].data_ptr()
-    for slot, result in zip(op.native.results[: len(prepared.call.results)], results, strict=False):
-        getattr(args, slot).address = result.data_ptr()
+    for i, field in prepared.operands:
+        getattr(args, field).data = values[i].data_ptr() or native.SOME_ADDRESS
+    for i, field in prepared.results:
+        getattr(args, field).data = results[i].data_ptr() or native.SOME_ADDRESS
     if prepared.workspace_bytes:
         # Free again as soon as the call is made: who gets it next uses it after this, on the same stream.
         workspace = first.new_empty((prepared.workspace_bytes,), dtype=torch.uint8)
-        args.workspace.address = workspace.data_ptr()
+        getattr(args, prepared.workspace).data = workspace.data_ptr()
     problem = native.library(platform).run(op.native, args, **_CONTEXTS[platform](first))
     if problem:
         raise ValueError(prepared.call.user_message(problem))
@@ -147,50 +175,57 @@ def run(op: Op, platform: str, values: Values) -> list[torch.Tensor]:
 def mark_updated(tensors: list[torch.Tensor]) -> None:
     """Let autograd see that tensors were updated in place: it refuses gradients that need their old values."""
     if not any([tensor.is_inference() for tensor in tensors]):
-        torch.autograd.graph.increment_version(tensors)
+        torch._C._increment_version(tensors)
 
 
 class _Prepared(NamedTuple):
-    """A resolved call, its native arguments but for the addresses, and the workspace that it needs (cuda).
+    """A resolved call, its native arguments but for the addresses, and the workspace that it needs.
 
-    operands: (position among the arguments, native field); updated: positions of those that it updates in place.
+    operands, results: (position among the arguments or results, native field). updated: the positions of arguments
+    that it updates in place. workspace: its field.
     """
 
     call: Call
     operands: tuple[tuple[int, str], ...]
+    results: tuple[tuple[int, str], ...]
     updated: tuple[int, ...]
     template: ctypes.Structure
+    workspace: str
     workspace_bytes: int
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare(op: Op, platform: str, signature: Signature) -> _Prepared:
     call = resolve(op, signature)
-    tensors = operand_tensors(op, call, signature)
-    workspace_bytes = 0
-    if platform == "cuda" and op.native is ATTENTION:
-        workspace_bytes = cuda_attention.needs(call, tensors).workspace_bytes
-        tensors["workspace"] = native.CTensor.of(DTYPE_CODES["uint8"], (workspace_bytes,))
-    for slot, result in zip(op.native.results, call.results, strict=False):
-        if slot not in tensors:
-            tensors[slot] = native.CTensor.of(DTYPE_CODES[result.dtype], result.shape)
-    template = native.library(platform).arguments(op.native, tensors, dict(call.attributes))
-    operands = tuple((op.names.index(name), slot) for name, slot in call.operands)
-    updated = tuple(op.names.index(t.name) for t in op.mutated)
-    return _Prepared(call, operands, updated, template, workspace_bytes)
+    operands = operand_specs(op, call, signature)
+    size = native_calls.needs(call, platform, operands).workspace_bytes
+    tensors = native_calls.tensors(call, operands)
+    library = native.library(platform)
+    workspace = ""
+    if size:
+        (workspace,) = library.operation(op.native).of_kind("workspace")
+        tensors[workspace] = Spec(native_calls.WORKSPACE_DTYPE, (size,))
+    fields = [r.field for r in op.results]
+    return _Prepared(
+        call,
+        operands=tuple((op.names.index(name), field) for name, field in call.operands),
+        results=tuple((fields.index(field), field) for field, _ in call.results),
+        updated=tuple(op.names.index(call.operands[i][0]) for i in call.updates),
+        template=library.arguments(op.native, tensors, dict(call.attributes)),
+        workspace=workspace,
+        workspace_bytes=size,
+    )
 
 
-def operand_tensors(op: Op, call: Call, signature: Signature) -> dict[str, native.CTensor]:
-    """A call's operands by native field, without their addresses."""
-    by_name = layouts(op, signature)
-    tensors = {}
-    for name, slot in call.operands:
-        layout = by_name[name]
-        assert layout is not None
-        tensors[slot] = native.CTensor.of(
-            DTYPE_CODES[_DTYPE_NAMES[layout.dtype]], layout.shape, layout.stride
-        )
-    return tensors
+def operand_specs(op: Op, call: Call, signature: Signature) -> dict[str, Spec]:
+    """A call's operands by native field."""
+    by_name = tensor_metas(op, signature)
+    specs = {}
+    for name, field in call.operands:
+        meta = by_name[name]
+        assert meta is not None
+        specs[field] = Spec(_DTYPE_NAMES[meta.dtype], tuple(meta.shape), meta.stride)
+    return specs
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

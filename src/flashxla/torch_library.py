@@ -2,8 +2,8 @@
 
 From each declaration: the schema with true mutation annotations, the fake kernel, kernels for cpu and cuda
 tensors (the native library through its C ABI), for XLA tensors (a custom call, flashxla.xla.embed) and for autograd
-(flashxla.torch_autograd), and for an operation that updates its arguments in place a functional twin, from which
-functionalization builds it.
+(flashxla.torch_autograd), and for an operation that updates its arguments in place a functional variant, which
+returns the results and then the updated arguments, and from which functionalization builds it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from torch._subclasses.functional_tensor import (
 )
 
 from flashxla import torch_autograd, torch_calls
-from flashxla.ops import OPS, Op, Tensor
+from flashxla.ops import OPS
+from flashxla.ops.op import Op
+from flashxla.ops.parameters import Tensor
+from flashxla.platforms import PLATFORMS
 
 _LIBRARY = torch.library.Library("flashxla", "DEF")
-_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # the dispatch key of each platform of the native library
+_KEYS = {platform.name: platform.torch_key for platform in PLATFORMS.values()}
 # A length may be a symbol of torch.compile's. Other types have the names that Python gives them.
 _SCHEMA_TYPES: dict[type, str] = {int: "SymInt"}
 
@@ -38,16 +41,16 @@ def _register(op: Op) -> None:
     _register_eager(op, op.name)
     kernels = {platform: _native_kernel(op, platform) for platform in _KEYS}
     _LIBRARY.impl(op.name, torch_autograd.kernel(op, kernels), "Autograd", with_keyset=True)
-    if not op.mutated:
+    if not op.updated:
         _LIBRARY.impl(op.name, _xla_kernel(op), "XLA")
         return
     _register_eager(op, f"_{op.name}")
-    twin = f"{op.name}_functional"
-    _LIBRARY.define(_functional_schema(op, twin))
+    variant = f"{op.name}_functional"
+    _LIBRARY.define(_functional_schema(op, variant))
     for platform, key in _KEYS.items():
-        _LIBRARY.impl(twin, _functional_kernel(op, platform), key)
-    _LIBRARY.impl(twin, _xla_kernel(op), "XLA")
-    torch.library.register_fake(f"flashxla::{twin}", _functional_fake_kernel(op), lib=_LIBRARY)
+        _LIBRARY.impl(variant, _functional_kernel(op, platform), key)
+    _LIBRARY.impl(variant, _xla_kernel(op), "XLA")
+    torch.library.register_fake(f"flashxla::{variant}", _functional_fake_kernel(op), lib=_LIBRARY)
     _functionalize(op)
 
 
@@ -68,14 +71,15 @@ def values_of(op: Op, args: Sequence[Any]) -> torch_calls.Values:
 
 
 def _schema(op: Op, name: str) -> str:
-    returns = ", ".join("Tensor" for _ in op.result_names)
+    returns = ", ".join("Tensor" for _ in op.results)
     return f"{name}({', '.join(_parameters(op, mutable=True))}) -> ({returns})"
 
 
 def _functional_schema(op: Op, name: str) -> str:
-    returns = ", ".join("Tensor" for _ in op.mutated)
+    returns = ["Tensor" for _ in op.results] + ["Tensor?" if t.optional else "Tensor" for t in op.updated]
     # donate: the arguments that the call updates are not needed any more.
-    return f"{name}({', '.join(_parameters(op, mutable=False))}, *, bool donate=False) -> ({returns})"
+    parameters = ", ".join(_parameters(op, mutable=False))
+    return f"{name}({parameters}, *, bool donate=False) -> ({', '.join(returns)})"
 
 
 def _parameters(op: Op, mutable: bool) -> list[str]:
@@ -83,7 +87,7 @@ def _parameters(op: Op, mutable: bool) -> list[str]:
     parameters = []
     for p in op.parameters:
         if isinstance(p, Tensor):
-            kind = f"Tensor({next(letters)}!)" if p.mutated and mutable else "Tensor"
+            kind = f"Tensor({next(letters)}!)" if p.updated and mutable else "Tensor"
             parameters.append(f"{kind}? {p.name}=None" if p.optional else f"{kind} {p.name}")
             continue
         kind = _SCHEMA_TYPES.get(p.type, p.type.__name__) + ("?" if p.default is None else "")
@@ -99,7 +103,7 @@ def _literal(value: Any) -> str:
 # Kernels
 
 
-def _returned(results: Sequence[torch.Tensor]) -> Any:
+def _returned(results: Sequence[torch.Tensor | None]) -> Any:
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
@@ -111,64 +115,82 @@ def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
 
 
 def _functional_kernel(op: Op, platform: str) -> Callable[..., Any]:
-    updated = [op.names.index(t.name) for t in op.mutated]
+    updated = _positions(op)
 
     def kernel(*args: Any, donate: bool = False) -> Any:
         values = list(values_of(op, args))
         for i in updated:
-            values[i] = values[i].clone()
-        torch_calls.run(op, platform, tuple(values))
-        return _returned([values[i] for i in updated])
+            values[i] = None if values[i] is None else values[i].clone()
+        results = torch_calls.run(op, platform, tuple(values))
+        return _returned([*results, *(values[i] for i in updated)])
 
     return kernel
 
 
 def _fake_kernel(op: Op) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
-        values = values_of(op, args)
-        # Uncached: symbolic sizes have no hash.
-        call = torch_calls.resolve(op, torch_calls.signature(op, values))
-        return None if op.mutated else _returned(torch_calls.empty_results(op, call, values[0]))
+        return _returned(_fake_results(op, values_of(op, args)))
 
     return fake
 
 
 def _functional_fake_kernel(op: Op) -> Callable[..., Any]:
+    updated = _positions(op)
+
     def fake(*args: Any, donate: bool = False) -> Any:
         values = values_of(op, args)
-        torch_calls.resolve(op, torch_calls.signature(op, values))
-        return _returned([torch.empty_like(values[op.names.index(t.name)]) for t in op.mutated])
+        caches = [None if values[i] is None else torch.empty_like(values[i]) for i in updated]
+        return _returned([*_fake_results(op, values), *caches])
 
     return fake
 
 
+def _fake_results(op: Op, values: Sequence[Any]) -> list[torch.Tensor]:
+    # Uncached: symbolic sizes have no hash.
+    call = torch_calls.resolve(op, torch_calls.signature(op, tuple(values)))
+    return torch_calls.empty_results(op, call, values[0])
+
+
 def _xla_kernel(op: Op) -> Callable[..., Any]:
+    """The results of an op, and behind them what it updates."""
+    fields = [r.field for r in op.results]
+    updated = _positions(op)
+
     def kernel(*args: Any, donate: bool = False) -> Any:
         from flashxla.xla import embed
 
         values = values_of(op, args)
-        results = embed.run(op, values, donate=donate)
-        missing = max(0, len(op.result_names) - len(results))
-        return _returned(results + [values[0].new_empty((0,), dtype=torch.float32) for _ in range(missing)])
+        call, tensors = embed.run(op, values, donate=donate)
+        got = dict(zip([field for field, _ in call.results], tensors, strict=False))
+        empty = None if len(got) == len(fields) else values[0].new_empty((0,), dtype=torch.float32)
+        updates = iter(tensors[len(got) :])
+        caches = [None if values[i] is None else next(updates) for i in updated]
+        return _returned([*(got.get(field, empty) for field in fields), *caches])
 
     return kernel
+
+
+def _positions(op: Op) -> list[int]:
+    """Which arguments the op updates."""
+    return [op.names.index(t.name) for t in op.updated]
 
 
 # Functionalization
 
 
 def _functionalize(op: Op) -> None:
-    """Build the in-place op from its functional twin, where XLA's tensors are functionalized.
+    """Build the in-place op from its functional variant, where XLA's tensors are functionalized.
 
     Without this, PyTorch refuses a custom op with alias annotations in lazy mode, and copies its arguments under
-    torch.compile. The twin's custom call declares the update as aliasing, so nothing is copied.
+    torch.compile. The variant's custom call declares the update as aliasing, so nothing is copied.
 
     Other devices keep PyTorch's own functionalization, which inductor knows how to make in place again. It takes
     only ops without a rule of their own, so it gets the op's double, `_<name>`.
     """
-    twin = getattr(torch.ops.flashxla, f"{op.name}_functional").default
+    variant = getattr(torch.ops.flashxla, f"{op.name}_functional").default
     double = getattr(torch.ops.flashxla, f"_{op.name}").default
-    updated = [op.names.index(t.name) for t in op.mutated]
+    updated = _positions(op)
+    num_results = len(op.results)
 
     def replace(api: Any, tensors: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
         for tensor, update in zip(tensors, updates, strict=True):
@@ -176,33 +198,37 @@ def _functionalize(op: Op) -> None:
             api.commit_update(tensor)
             api.sync(tensor)
 
-    def lazy(*args: Any) -> None:
+    def lazy(*args: Any) -> Any:
         api: Any = CppFunctionalizeAPI()
         values = values_of(op, args)
         inner = [_unwrapped(value) for value in values]
+        given = [i for i in updated if values[i] is not None]
         with api.redispatch_to_next():
-            new = _tuple(twin(*inner))
-            for i, update in zip(updated, new, strict=True):
+            results = _tuple(variant(*inner))
+            new = [update for update in results[num_results:] if update is not None]
+            for i, update in zip(given, new, strict=True):
                 # Tells torch_xla that the update takes the old value's place, which lets it donate the buffer.
                 torch.ops.aten._propagate_xla_data(inner[i], update)
-        caches = [values[i] for i in updated]
+        caches = [values[i] for i in given]
         replace(api, caches, new)
         torch_calls.mark_updated(caches)
+        return _returned([torch._to_functional_tensor(result) for result in results[:num_results]])
 
     _LIBRARY.impl(op.name, lazy, "Functionalize")
     overload = getattr(torch.ops.flashxla, op.name).default
 
-    def traced(mode: FunctionalTensorMode, *args: Any) -> None:
+    def traced(mode: FunctionalTensorMode, *args: Any) -> Any:
         values = values_of(op, args)
-        caches = [values[i] for i in updated]
+        caches = [values[i] for i in updated if values[i] is not None]
         # Inductor of PyTorch 2.9 reads out of bounds when it copies a view that starts behind its storage's start,
-        # which it does for a mutated argument that shares its storage: such views take the twin.
+        # which it does for a mutated argument that shares its storage: such views take the functional variant.
         if caches[0].device.type != "xla" and all(cache.storage_offset() == 0 for cache in caches):
             with mode:
                 return double(*args)
         api: Any = PythonFunctionalizeAPI(mode)
-        replace(api, caches, _tuple(twin(*api.unwrap_tensors(args), donate=True)))
-        return None
+        results = _tuple(variant(*api.unwrap_tensors(args), donate=True))
+        replace(api, caches, [update for update in results[num_results:] if update is not None])
+        return _returned(api.wrap_tensors(results[:num_results]))
 
     overload.py_impl(FunctionalTensorMode)(traced)
 

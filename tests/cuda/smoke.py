@@ -24,14 +24,10 @@ import ml_dtypes
 import numpy as np
 
 from flashxla import native
-from flashxla.ops.cache_format import DTYPE_CODES, LAYOUT_CODES, ONE_TENSOR_DIMS, PAIR_DIMS
-from flashxla.ops.shapes import Sizes as Dims
-from flashxla.ops.shapes import match
 from tests.native import driver
-from tests.native.driver import FLOATS, FP8, Array, Call, Rng, Sizes, pick
+from tests.native.driver import FLOATS, FP8, Array, Call, Placed, Rng, Scalars, Sizes, pick
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
-LAYOUTS = {code: name for name, code in LAYOUT_CODES.items()}
 # Bits that no kernel computes, by dtype: a signalling NaN.
 POISON = {BF16: 0x7FA5, F16: 0x7DA5, F32: 0x7FA5A5A5}
 # Head sizes that the kernels have an instance for, and others; the latter are padded in shared memory.
@@ -163,12 +159,11 @@ class Buffer:
         elements.view()[...] = True
         return ~elements.flat
 
-    def place(self, memory: Memory) -> native.CTensor:
+    def place(self, memory: Memory) -> Placed:
         self.address = memory.allocate(self.flat.nbytes)
         memory.write(self.address, self.flat)
-        tensor = native.CTensor.of(DTYPE_CODES[self.dtype.name], self.shape, self.strides)
-        tensor.address = self.address + self.offset * self.flat.itemsize if self.address else 0
-        return tensor
+        first = self.address + self.offset * self.flat.itemsize if self.address else native.SOME_ADDRESS
+        return Placed(native.Spec(self.dtype.name, self.shape, self.strides), first)
 
 
 def steps(rng: Rng, array: Array, shift: bool) -> tuple[int, int, int]:
@@ -313,13 +308,13 @@ def few_call(rng: Rng) -> Call:
 
 def wide_call(rng: Rng) -> Call:
     call = driver.attention_call(rng, wide(rng))
-    call[1].pop("alibi_slopes", None)
+    call.tensors.pop("alibi_slopes", None)
     return bounded(rng, call, always=True)
 
 
 def alibi_call(rng: Rng) -> Call:
     call = driver.attention_call(rng, wide(rng))
-    call[1]["alibi_slopes"] = rng.random(call[1]["q"].shape[1:2]).astype(np.float32)
+    call.tensors["alibi_slopes"] = rng.random(call.tensors["q"].shape[1:2]).astype(np.float32)
     return bounded(rng, call, always=True)
 
 
@@ -331,10 +326,29 @@ def simt_call(rng: Rng) -> Call:
     return driver.attention_call(rng, simt(rng))
 
 
+def apart_call(rng: Rng) -> Call:
+    """general: head sizes of keys and values apart, or large ones; few queries or many."""
+    len_q = rng.integers(0, 4, 4) if rng.random() < 0.5 else rng.integers(0, 60, 2)
+    q_dtype = pick(rng, *FLOATS, *FP8)
+    dim, v_dim = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
+    sizes = Sizes(
+        q_dtype=q_dtype,
+        element=element_of(rng, q_dtype),
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(rng.integers(1, 9)),
+        dim=dim,
+        len_q=len_q,
+        len_k=lengths(rng, len_q, 100),
+        page=page_size(rng),
+        v_dim=v_dim,
+    )
+    return driver.attention_call(rng, sizes)
+
+
 def bounded(rng: Rng, call: Call, always: bool) -> Call:
     """With max_seqlen_q unknown or that of the tokens: a smaller one lets split serve every sequence."""
     if always or rng.random() < 0.8:
-        call[2]["max_seqlen_q"] = int(pick(rng, max(call[1]["q"].shape[0], 1), 2**31 - 1))
+        call.scalars["max_seqlen_q"] = int(pick(rng, max(call.tensors["q"].shape[0], 1), 2**31 - 1))
     return call
 
 
@@ -347,22 +361,17 @@ def big_kv_cache_call(rng: Rng) -> Call:
     width = 1 if dim % 2 else 8 if element in FP8 else 16 // dtype.itemsize
     columns = 2 * heads * dim // width
     tokens = (1 << 18) // columns + int(rng.integers(1, 40))
-    layout, blocks = str(pick(rng, *LAYOUT_CODES)), tokens // page + 2
-    shapes = driver.cache_shapes(layout, blocks, page, heads, dim)
+    layout, blocks = driver.layout_of(rng, dim, dim), tokens // page + 2
+    shapes = driver.cache_shapes(layout, blocks, page, heads, dim, dim)
     block = driver.floats(rng, (64, heads, dim), dtype)
-    slots = rng.permutation(blocks * page)[:tokens].astype(pick(rng, np.int32, np.int64))
     tensors = {
         **{name: np.resize(block, (tokens, heads, dim)) for name in ("key", "value")},
         **{n: np.zeros(s, element) for n, s in zip(("key_cache", "value_cache"), shapes, strict=False)},
-        "slot_mapping": driver.spoil(rng, slots),
+        "slot_mapping": driver.spoil(rng, driver.slots_of(rng, tokens, blocks * page)),
     }
     if rng.random() < 0.5:
         tensors["k_scale"] = rng.uniform(0.1, 2, (heads,)).astype(np.float32)
-    return (
-        native.KV_CACHE,
-        tensors,
-        {"layout": LAYOUT_CODES[layout], "cache_dtype": DTYPE_CODES[element.name]},
-    )
+    return Call("kv_cache", tensors, {"layout": layout, "cache_dtype": element.name})
 
 
 # In turn, so that a few calls meet all.
@@ -376,27 +385,11 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     simt_call,
     driver.merge_states_call,
     alibi_call,
+    apart_call,
     driver.attention_call,
 )
 BIG_KV_CACHE_EVERY = 25
-RESULTS = ("out", "lse", "key_cache", "value_cache")
-
-
-def plan_attributes(
-    arrays: dict[str, Array], attributes: dict[str, int | float], engines: int
-) -> dict[str, int]:
-    """The scalars of flashxla_attention_plan_args."""
-    k = arrays["k"].shape
-    if "block_table" in arrays:
-        dims: Dims = {}
-        match(k, {**PAIR_DIMS, **ONE_TENSOR_DIMS}[LAYOUTS[int(attributes["layout"])]], dims, "k")
-        blocks, block_size, kv_heads = (dims[symbol][0] for symbol in ("P", "B", "Hk"))
-    else:
-        blocks, block_size, kv_heads = 1, k[0], k[1]
-    tokens, heads, _ = arrays["q"].shape
-    sizes = {"num_tokens": tokens, "num_heads": heads, "num_kv_heads": kv_heads}
-    sizes |= {"num_blocks": blocks, "block_size": block_size, "engines": engines}
-    return sizes | {name: int(attributes[name]) for name in ("causal", "window_left", "window_right")}
+RESULTS = ("out", "lse", "key_cache", "value_cache", "k", "v")
 
 
 class Smoke:
@@ -409,70 +402,78 @@ class Smoke:
         self.refused = 0
 
     def run(self, call: Call, rng: Rng, overrun: bool = False) -> None:
-        operation, arrays, attributes = call
-        with_a_plan = bool(rng.random() < 0.5)
+        operation, arrays, scalars = call
+        prepared = bool(rng.random() < 0.5)
         strided = not overrun and rng.random() < 0.4
         buffers = {}
         for name, array in arrays.items():
             # The engines of a plan are chosen before addresses are known: it is for aligned tensors.
-            apart = steps(rng, array, shift=not with_a_plan) if strided and rng.random() < 0.4 else (1, 0, 0)
+            apart = steps(rng, array, shift=not prepared) if strided and rng.random() < 0.4 else (1, 0, 0)
             array = poisoned(array) if name in ("out", "lse") else without_poison(array)
             buffers[name] = Buffer.of(array, apart)
         try:
             tensors = {name: buffer.place(self.memory) for name, buffer in buffers.items()}
-            if overrun:
-                tensors["key_cache"].shape[0] += 1
-            self._launch(operation, arrays, tensors, attributes, with_a_plan, rng)
+            self._launch(operation, tensors, scalars, prepared, rng, overrun)
             self.memory.synchronize()
             for name in RESULTS:
                 if name in buffers and buffers[name].flat.size and not self.library.check_indices:
-                    check_written(operation.name, name, buffers[name], self.memory)
+                    check_written(operation, name, buffers[name], self.memory)
         finally:
             with contextlib.suppress(CudaError):  # the first error is raised already
                 self.memory.free()
 
     def _launch(
         self,
-        operation: native.Native,
-        arrays: dict[str, Array],
-        tensors: dict[str, native.CTensor],
-        attributes: dict[str, int | float],
-        with_a_plan: bool,
+        operation: str,
+        tensors: dict[str, Placed],
+        scalars: Scalars,
+        prepared: bool,
         rng: Rng,
+        overrun: bool,
     ) -> None:
-        attributes = dict(attributes)
-        if operation is native.ATTENTION and self.library.platform == "cuda":
-            needs = self.library.attention_needs(tensors, attributes)
-            self.served.update({needs.few_queries.split(":")[0], needs.many_queries.split(":")[0]})
-            size = needs.workspace_bytes
-            if with_a_plan:
-                size = needs.bytes_with_a_plan
-                plan = self._scratch("int32", needs.plan_words, rng)
-                index = {n: t for n, t in tensors.items() if n in native.ATTENTION_PLAN.inputs}
-                scalars = plan_attributes(arrays, attributes, needs.engines)
-                self._native(native.ATTENTION_PLAN, {**index, "plan": plan}, scalars)
-                tensors["plan"], attributes["engines"] = plan, needs.engines
-            tensors["workspace"] = self._scratch("uint8", size, rng)
-        self._native(operation, tensors, attributes)
+        fields = self.library.operation(operation)
+        needs = self._needs(operation, tensors, scalars)
+        self.served.update({kernel.name for kernel in needs.kernels})
+        if prepared and needs.plan_bytes:
+            (plan,) = fields.of_kind("plan")
+            tensors = {**tensors, plan: self._scratch(needs.plan_bytes, rng)}
+            # The plan is made from the tensors that it reads; the others have no more than some address.
+            known = {plan, *(field.name for field in fields.fields.values() if field.plan == "read")}
+            early = {
+                n: x if n in known else x._replace(address=native.SOME_ADDRESS) for n, x in tensors.items()
+            }
+            self._call(operation, driver.arguments(self.library, operation, early, scalars), prepare=1)
+            self.served[f"{operation}_plan"] += 1
+            needs = self._needs(operation, tensors, scalars)
+        if needs.workspace_bytes:
+            (workspace,) = fields.of_kind("workspace")
+            tensors = {**tensors, workspace: self._scratch(needs.workspace_bytes, rng)}
+        args = driver.arguments(self.library, operation, tensors, scalars)
+        if overrun:
+            driver.enlarge(args)
+        self._call(operation, args)
+        self.served[operation] += 1
 
-    def _scratch(self, dtype: str, size: int, rng: Rng) -> native.CTensor:
+    def _needs(self, operation: str, tensors: dict[str, Placed], scalars: Scalars) -> native.Needs:
+        """What a call needs, before its addresses are known."""
+        specs = {name: tensor.spec for name, tensor in tensors.items()}
+        return self.library.needs(operation, self.library.arguments(operation, specs, scalars))
+
+    def _scratch(self, size: int, rng: Rng) -> Placed:
         """Memory for the library's use; now and then it holds nonsense."""
-        tensor, nbytes = native.CTensor.of(DTYPE_CODES[dtype], (size,)), size * np.dtype(dtype).itemsize
-        tensor.address = self.memory.allocate(nbytes)
-        if nbytes and rng.random() < 0.5:
-            self.memory.write(tensor.address, np.full(nbytes, 0xA5, np.uint8))
-        return tensor
+        address = self.memory.allocate(size)
+        if rng.random() < 0.5:
+            self.memory.write(address, np.full(size, 0xA5, np.uint8))
+        return Placed(native.Spec("uint8", (size,)), address)
 
-    def _native(self, operation: native.Native, tensors: Any, attributes: Any) -> None:
+    def _call(self, operation: str, args: ctypes.Structure, **context: int) -> None:
         # The copies to the device are over when it starts, whatever its stream.
         self.memory.synchronize()
-        args = self.library.arguments(operation, tensors, attributes)
-        problem = self.library.run(operation, args, **self.memory.context)
-        self.served[operation.name] += 1
+        problem = self.library.run(operation, args, **self.memory.context, **context)
         if problem is None:
             return
         if "CUDA: " in problem or not self.library.check_indices:
-            raise RuntimeError(f"{operation.name}: {problem}")
+            raise RuntimeError(f"{operation}: {problem}")
         self.refused += 1
 
 
@@ -486,8 +487,8 @@ def draws(seed: int, calls: int) -> Iterator[tuple[int, str, Call, Rng]]:
 
 
 def describe(call: Call) -> str:
-    arrays = ", ".join(f"{name} {array.dtype.name}{list(array.shape)}" for name, array in call[1].items())
-    scalars = ", ".join(f"{name} {value}" for name, value in call[2].items())
+    arrays = ", ".join(f"{name} {x.dtype.name}{list(x.shape)}" for name, x in call.tensors.items())
+    scalars = ", ".join(f"{name} {value}" for name, value in call.scalars.items())
     return f"{arrays}, {scalars}"
 
 

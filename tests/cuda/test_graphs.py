@@ -33,8 +33,11 @@ class TorchStep:
     def call(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The function that attends, and its arguments."""
         fx, x = self.frontend.fx, self.inputs
+        meta = (x["lengths"], x["table"], x["starts"], x["num_seqs"])
+        if self.op == "ragged_paged_attention":
+            new = (x["key"], x["value"])
+            return fx.ragged_paged_attention, (x["query"], *new, self.caches, *meta, steps.SCALE), {}
         if self.op == "paged_attention":
-            meta = (x["lengths"], x["table"], x["starts"], x["num_seqs"])
             return fx.paged_attention, (x["query"], self.caches, *meta, steps.SCALE), {}
         arguments = (x["query"], *self.caches, steps.T, x["starts"], steps.M * self.page)
         named = {"seqused_k": x["lengths"], "block_table": x["table"], "num_seqs": x["num_seqs"]}
@@ -42,7 +45,8 @@ class TorchStep:
 
     def run(self) -> None:
         x = self.inputs
-        self.frontend.fx.reshape_and_cache_flash(x["key"], x["value"], *self.caches, x["slots"])
+        if self.op != "ragged_paged_attention":
+            self.frontend.fx.reshape_and_cache_flash(x["key"], x["value"], *self.caches, x["slots"])
         function, arguments, named = self.call()
         self.out = function(*arguments, **named)
 
@@ -55,7 +59,7 @@ class TorchStep:
 
 
 @pytest.mark.parametrize("kind", steps.KINDS)
-@pytest.mark.parametrize("op", ["flash_attn_varlen_func", "paged_attention"])
+@pytest.mark.parametrize("op", ["flash_attn_varlen_func", "paged_attention", "ragged_paged_attention"])
 def test_torch_graph(torch: Any, rng: np.random.Generator, op: str, kind: str) -> None:
     """Replays after lengths, tables, slots and num_seqs changed in place."""
     state = TorchStep(rng, op, kind)
@@ -105,25 +109,35 @@ def test_torch_other_device(torch: Any, rng: np.random.Generator) -> None:
     assert torch.cuda.current_device() == 0
 
 
-def jax_layers(fx: Any, count: int) -> Callable[..., Any]:
+def jax_layers(fx: Any, count: int, fused: bool) -> Callable[..., Any]:
+    """fused: a layer is one call."""
+
     def program(x: dict[str, Any], caches: Any) -> Any:
         outs, new = [], []
-        for k, v in caches[:count]:
-            k, v = fx.reshape_and_cache_flash(x["key"], x["value"], k, v, x["slots"])
-            meta = (x["lengths"], x["table"], x["starts"], x["num_seqs"])
-            outs.append(fx.paged_attention(x["query"], (k, v), *meta, steps.SCALE))
-            new.append((k, v))
+        for cache in caches[:count]:
+            key_value, meta = (x["key"], x["value"]), (x["lengths"], x["table"], x["starts"], x["num_seqs"])
+            if fused:
+                out, cache = fx.ragged_paged_attention(x["query"], *key_value, cache, *meta, steps.SCALE)
+            else:
+                cache = fx.reshape_and_cache_flash(*key_value, *cache, x["slots"])
+                out = fx.paged_attention(x["query"], cache, *meta, steps.SCALE)
+            outs.append(out)
+            new.append(cache)
         return outs, new
 
     return program
 
 
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["two calls", "one call"])
+
+
+@FUSED
 @pytest.mark.parametrize("kind", steps.KINDS)
-def test_jax_command_buffers(jax: Any, rng: np.random.Generator, kind: str) -> None:
+def test_jax_command_buffers(jax: Any, rng: np.random.Generator, kind: str, fused: bool) -> None:
     """A jitted step, which XLA records into a CUDA graph, with other index tensors in each call."""
     import flashxla.jax as fx
 
-    program = jax.jit(jax_layers(fx, 2), donate_argnums=1)
+    program = jax.jit(jax_layers(fx, 2, fused), donate_argnums=1)
     caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng, kind))) for _ in range(2)]
     pointers = [x.unsafe_buffer_pointer() for pair in caches for x in pair]
     for _ in range(6):
@@ -135,17 +149,19 @@ def test_jax_command_buffers(jax: Any, rng: np.random.Generator, kind: str) -> N
             steps.check(now, before, tuple(map(np.asarray, after)), np.asarray(out))
 
 
-def test_jax_layers_share_a_plan(jax: Any, rng: np.random.Generator) -> None:
+@FUSED
+def test_jax_layers_share_a_plan(jax: Any, rng: np.random.Generator, fused: bool) -> None:
     import flashxla.jax as fx
     from flashxla.doctor import hlo
 
     caches = [tuple(map(jax.numpy.asarray, steps.empty_caches(rng, "mixed"))) for _ in range(3)]
     now = dataclasses.asdict(steps.step(rng, "mixed"))
-    compiled = jax.jit(jax_layers(fx, 3), donate_argnums=1).lower(now, caches).compile()
+    compiled = jax.jit(jax_layers(fx, 3, fused), donate_argnums=1).lower(now, caches).compile()
     program = hlo.Program("layers", compiled.as_text(), 0)
     targets = program.targets()
     assert targets.count("flashxla_attention_plan") == 1
-    assert targets.count("flashxla_attention") == targets.count("flashxla_kv_cache") == 3
+    assert targets.count("flashxla_attention") == 3
+    assert targets.count("flashxla_kv_cache") == (0 if fused else 3)
     assert program.copies(at_least=caches[0][0].nbytes) == []
 
 

@@ -62,7 +62,8 @@ def test_attention_takes_the_plan_and_a_workspace(library: native.Library) -> No
     (plan,) = calls(text, "flashxla_attention_plan")
     (attention,) = calls(text, "flashxla_attention")
     assert f"{plan.split()[0]}) {{" in attention  # the last operand
-    assert "results = 5 : i64" in attention  # out and workspace, no lse
+    assert re.search(r'operands = "[^"]*,plan"', attention)
+    assert 'results = "out,workspace"' in attention  # no lse
     assert re.search(r"-> \(tensor<6x4x64xbf16>, tensor<\d+xui8>\)", attention)
 
 
@@ -71,6 +72,27 @@ def test_writes_stay_aliased(library: native.Library) -> None:
     assert text.count("tf.aliasing_output") == 4
     for write in calls(text, "flashxla_kv_cache"):
         assert write.count("#stablehlo.output_operand_alias") == 2
+
+
+def write_and_attend(query: Any, caches: Any, slots: Any, *meta: Any) -> Any:
+    new = []
+    for cache in caches:
+        query, cache = fx.ragged_paged_attention(query, query[:, :H], query[:, H:], cache, *meta, D**-0.5)
+        new.append(cache)
+    return query, new
+
+
+def test_write_and_attend_stays_aliased(library: native.Library) -> None:
+    """One call a layer, both caches updated; the plan of all layers is one."""
+    text = lowered(write_and_attend)
+    assert text.count("tf.aliasing_output") == 4
+    attentions = calls(text, "flashxla_attention")
+    assert len(attentions) == 2 and not calls(text, "flashxla_kv_cache")
+    for attention in attentions:
+        assert attention.count("#stablehlo.output_operand_alias") == 2
+        assert 'results = "out,k,v,workspace"' in attention
+    plans = {re.sub(r"^%\w+ = ", "", line) for line in calls(text, "flashxla_attention_plan")}
+    assert len(plans) == 1
 
 
 def test_other_masks_are_other_plans(library: native.Library) -> None:

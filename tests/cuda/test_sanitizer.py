@@ -54,7 +54,7 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
     assert status == 0, output[-8000:]
     assert re.search(r"SUMMARY: .*\b0 errors", output), output[-2000:]
     assert f"done: {CALLS[tool]} calls of seed {seed}" in output
-    for engine in ("split", "tile", "simt"):  # and on Hopper wide
+    for engine in ("split", "tile", "simt", "general"):  # and on Hopper wide
         assert engine in output.rpartition("done: ")[2]
 
 

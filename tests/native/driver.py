@@ -18,15 +18,32 @@ import ml_dtypes
 import numpy as np
 
 from flashxla import native
-from flashxla.ops.cache_format import DTYPE_CODES, LAYOUT_CODES
+from flashxla.ops.cache_format import ONE_TENSOR_DIMS, PAIR_DIMS
 
 Array = np.ndarray
 Rng = np.random.Generator
-Call = tuple[native.Native, dict[str, Array], dict[str, int | float]]
+Scalars = dict[str, float | str]
+
+
+class Call(NamedTuple):
+    """A call of the C ABI, by field."""
+
+    operation: str
+    tensors: dict[str, Array]
+    scalars: Scalars
+
+
+class Placed(NamedTuple):
+    """A tensor in memory."""
+
+    spec: native.Spec
+    address: int
+
 
 HOSTILE = [-(2**63), -(2**31), -(2**31) + 1, -2, -1, 0, 1, 2**16, 2**31 - 1, 2**31, 2**32 + 1, 2**63 - 1]
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+MAX_HEAD_SIZE, MAX_VALUE_HEAD_SIZE = 576, 512  # of queries and keys, of values
 
 
 class Memory:
@@ -39,7 +56,7 @@ class Memory:
         self._libc.free.argtypes = (ctypes.c_void_p,)
         self._addresses: list[int] = []
 
-    def tensor(self, array: Array, strided: bool = False) -> native.CTensor:
+    def tensor(self, array: Array, strided: bool = False) -> Placed:
         """A guarded copy of an array; strided: with other data between its elements."""
         if strided and array.ndim:
             array = np.repeat(array, 2, axis=-1)
@@ -51,14 +68,22 @@ class Memory:
         if strided and array.ndim:
             shape[-1] //= 2
             strides[-1] *= 2
-        result = native.CTensor.of(DTYPE_CODES[array.dtype.name], shape, strides)
-        result.address = address
-        return result
+        return Placed(native.Spec(array.dtype.name, tuple(shape), tuple(strides)), address)
 
     def free(self) -> None:
         for address in self._addresses:
             self._libc.free(address)
         self._addresses.clear()
+
+
+def arguments(
+    library: native.Library, operation: str, tensors: dict[str, Placed], scalars: Scalars
+) -> ctypes.Structure:
+    """The arguments of an operation, with the tensors' addresses."""
+    args = library.arguments(operation, {name: x.spec for name, x in tensors.items()}, scalars)
+    for name, tensor in tensors.items():
+        getattr(args, name).data = tensor.address
+    return args
 
 
 def pick(rng: Rng, *choices: Any) -> Any:
@@ -87,45 +112,70 @@ def spoil(rng: Rng, index: Array) -> Array:
     return index
 
 
-def cache_shapes(layout: str, blocks: int, page: int, heads: int, dim: int) -> list[tuple[int, ...]]:
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "NHD": [(blocks, page, heads, dim)] * 2,
-        "HND": [(blocks, heads, page, dim)] * 2,
-        "interleaved": [(blocks, page, 2 * heads, dim)],
-        "packed_HND": [(blocks, heads, page, 2 * dim)],
-        "packed_NHD": [(blocks, page, heads, 2 * dim)],
-        "stacked": [(2, blocks, page, heads, dim)],
+def cache_shapes(
+    layout: str, blocks: int, page: int, heads: int, dim: int, v_dim: int
+) -> list[tuple[int, ...]]:
+    """Of one tensor or two; dim and v_dim are one there."""
+    if layout in PAIR_DIMS:
+        pages = (page, heads) if layout == "NHD" else (heads, page)
+        return [(blocks, *pages, dim), (blocks, *pages, v_dim)]
+    shapes: dict[str, tuple[int, ...]] = {
+        "interleaved": (blocks, page, 2 * heads, dim),
+        "packed_HND": (blocks, heads, page, 2 * dim),
+        "packed_NHD": (blocks, page, heads, 2 * dim),
+        "stacked": (2, blocks, page, heads, dim),
     }
-    return shapes[layout]
+    return [shapes[layout]]
 
 
-def head_size(rng: Rng) -> int:
-    return int(pick(rng, 1, 2, 7, 8, 40, 46, 64, 72, 80, 128, 255, 256, rng.integers(1, 257)))
+def layout_of(rng: Rng, dim: int, v_dim: int) -> str:
+    """Any that holds keys and values of these sizes."""
+    return str(pick(rng, *PAIR_DIMS, *(ONE_TENSOR_DIMS if dim == v_dim else ())))
+
+
+def head_size(rng: Rng, most: int) -> int:
+    usual = (1, 2, 7, 8, 40, 46, 64, 72, 80, 128, 255, 256, rng.integers(1, 257))
+    return int(
+        pick(rng, *usual, *((257, 320, most, rng.integers(1, most + 1)) if rng.random() < 0.3 else ()))
+    )
+
+
+def head_sizes(rng: Rng) -> tuple[int, int]:
+    """Of keys and of values: mostly the same."""
+    if rng.random() < 0.7:
+        return (head_size(rng, MAX_VALUE_HEAD_SIZE),) * 2
+    pairs = (MAX_HEAD_SIZE, MAX_VALUE_HEAD_SIZE), (192, 128), (1, 3), (40, 72)
+    return pick(rng, *pairs, (head_size(rng, MAX_HEAD_SIZE), head_size(rng, MAX_VALUE_HEAD_SIZE)))
+
+
+def new_dtype(rng: Rng, element: np.dtype) -> np.dtype:
+    """What may be written into a cache of such elements: the same, which is copied, or a float into fp8."""
+    return pick(rng, element, *FLOATS) if element in FP8 else element
+
+
+def slots_of(rng: Rng, count: int, slots: int) -> Array:
+    """At most so many slots of a cache, each at most once."""
+    return rng.permutation(slots)[:count].astype(pick(rng, np.int32, np.int64))
 
 
 def kv_cache_call(rng: Rng) -> Call:
-    layout = str(pick(rng, *LAYOUT_CODES))
-    heads, dim = int(rng.integers(1, 6)), head_size(rng)
+    dim, v_dim = head_sizes(rng)
+    layout, heads = layout_of(rng, dim, v_dim), int(rng.integers(1, 6))
     blocks, page, tokens = int(rng.integers(1, 7)), int(pick(rng, 1, 8, 16, 17)), int(rng.integers(0, 20))
-    dtype = pick(rng, *FLOATS)
-    element = pick(rng, dtype, *FP8)
+    element = pick(rng, *FLOATS, *FP8)
+    dtype = new_dtype(rng, element)
     stored = pick(rng, element, np.dtype(np.uint8)) if element in FP8 else element
-    slots = rng.permutation(blocks * page)[:tokens].astype(pick(rng, np.int32, np.int64))
-    shapes = cache_shapes(layout, blocks, page, heads, dim)
+    shapes = cache_shapes(layout, blocks, page, heads, dim, v_dim)
     tensors = {
         "key": floats(rng, (tokens + 1, heads, dim), dtype),
-        "value": floats(rng, (tokens + 1, heads, dim), dtype),
+        "value": floats(rng, (tokens + 1, heads, v_dim), dtype),
         **{n: np.zeros(s, stored) for n, s in zip(("key_cache", "value_cache"), shapes, strict=False)},
-        "slot_mapping": spoil(rng, slots),
+        "slot_mapping": spoil(rng, slots_of(rng, tokens, blocks * page)),
     }
     if rng.random() < 0.5:
         for name in ("k_scale", "v_scale"):
             tensors[name] = rng.uniform(0.1, 2, (pick(rng, 1, heads),)).astype(np.float32)
-    attributes: dict[str, int | float] = {
-        "layout": LAYOUT_CODES[layout],
-        "cache_dtype": DTYPE_CODES[element.name],
-    }
-    return native.KV_CACHE, tensors, attributes
+    return Call("kv_cache", tensors, {"layout": layout, "cache_dtype": element.name})
 
 
 class Sizes(NamedTuple):
@@ -139,50 +189,78 @@ class Sizes(NamedTuple):
     len_q: Array
     len_k: Array
     page: int  # 0: dense
+    v_dim: int = 0  # 0: dim
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.dim, self.v_dim or self.dim
 
 
 def attention_sizes(rng: Rng) -> Sizes:
     q_dtype = pick(rng, *FLOATS, *FP8)
     seqs = int(rng.integers(1, 6))
+    dim, v_dim = head_sizes(rng)
     return Sizes(
         q_dtype=q_dtype,
         element=pick(rng, *FP8) if q_dtype in FP8 else pick(rng, q_dtype, q_dtype, *FP8),
         kv_heads=int(rng.integers(1, 4)),
         group=int(rng.integers(1, 9)),
-        dim=head_size(rng),
+        dim=dim,
         len_q=rng.integers(0, 2, seqs) if rng.random() < 0.5 else rng.integers(0, 40, seqs),
         len_k=rng.integers(0, int(pick(rng, 20, 300)), seqs),
         page=int(pick(rng, 1, 8, 16, 17)) if rng.random() < 0.6 else 0,
+        v_dim=v_dim,
     )
+
+
+def dense_keys(rng: Rng, sizes: Sizes) -> dict[str, Array]:
+    """k, v and what finds the keys in them."""
+    tensors = {
+        name: floats(rng, (int(sizes.len_k.sum()), sizes.kv_heads, dim), sizes.element)
+        for name, dim in zip("kv", sizes.dims, strict=True)
+    }
+    tensors["cu_seqlens_k"] = spoil(rng, np.cumsum([0, *sizes.len_k]).astype(np.int32))
+    if rng.random() < 0.5:
+        tensors["seqused_k"] = spoil(rng, sizes.len_k.astype(np.int32))
+    return tensors
+
+
+def paged_keys(rng: Rng, sizes: Sizes, layout: str, tokens: int) -> dict[str, Array]:
+    """Caches and what finds the keys in them; now and then with new keys that are to be written first."""
+    page, element, kv_heads = sizes.page, sizes.element, sizes.kv_heads
+    pages = -(-sizes.len_k // page)
+    blocks = int(pages.sum()) + 1
+    table = rng.integers(0, blocks, (len(pages), int(pages.max(initial=0)) + 1)).astype(np.int32)
+    stored = pick(rng, element, np.dtype(np.uint8)) if element in FP8 else element
+    shapes = cache_shapes(layout, blocks, page, kv_heads, *sizes.dims)
+    tensors = {name: floats(rng, s, element).view(stored) for name, s in zip("kv", shapes, strict=False)}
+    tensors |= {"block_table": spoil(rng, table), "seqused_k": spoil(rng, sizes.len_k.astype(np.int32))}
+    if rng.random() < 0.5:
+        dtype = new_dtype(rng, element)
+        for name, dim in zip(("key", "value"), sizes.dims, strict=True):
+            tensors[name] = floats(rng, (tokens, kv_heads, dim), dtype)
+        if rng.random() < 0.5:
+            count = int(rng.integers(0, tokens + 1))
+            tensors["slot_mapping"] = spoil(rng, slots_of(rng, count, blocks * page))
+    return tensors
 
 
 def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
     """A random call of attention, of these sizes."""
-    q_dtype, element, kv_heads, group, dim, len_q, len_k, page = sizes or attention_sizes(rng)
-    heads, seqs = kv_heads * group, len(len_q)
+    sizes = sizes or attention_sizes(rng)
+    len_q, len_k, kv_heads = sizes.len_q, sizes.len_k, sizes.kv_heads
+    heads, seqs = kv_heads * sizes.group, len(len_q)
     tokens = int(len_q.sum()) + int(rng.integers(0, 3))
-    out_dtype = FLOATS[2] if q_dtype in FP8 else q_dtype
+    out_dtype = FLOATS[2] if sizes.q_dtype in FP8 else sizes.q_dtype
+    dim, v_dim = sizes.dims
+    layout = layout_of(rng, dim, v_dim) if sizes.page else "NHD"
     tensors = {
-        "q": floats(rng, (tokens, heads, dim), q_dtype),
+        "q": floats(rng, (tokens, heads, dim), sizes.q_dtype),
         "cu_seqlens_q": spoil(rng, np.cumsum([0, *len_q]).astype(np.int32)),
-        "out": np.zeros((tokens, heads, dim), out_dtype),
+        "out": np.zeros((tokens, heads, v_dim), out_dtype),
+        **(paged_keys(rng, sizes, layout, tokens) if sizes.page else dense_keys(rng, sizes)),
     }
-    layout = "NHD"
-    if page:
-        layout = str(pick(rng, *LAYOUT_CODES))
-        pages = -(-len_k // page)
-        blocks = int(pages.sum()) + 1
-        table = rng.integers(0, blocks, (seqs, int(pages.max(initial=0)) + 1)).astype(np.int32)
-        stored = pick(rng, element, np.dtype(np.uint8)) if element in FP8 else element
-        for name, shape in zip("kv", cache_shapes(layout, blocks, page, kv_heads, dim), strict=False):
-            tensors[name] = floats(rng, shape, element).view(stored)
-        tensors |= {"block_table": spoil(rng, table), "seqused_k": spoil(rng, len_k.astype(np.int32))}
-    else:
-        for name in "kv":
-            tensors[name] = floats(rng, (int(len_k.sum()), kv_heads, dim), element)
-        tensors["cu_seqlens_k"] = spoil(rng, np.cumsum([0, *len_k]).astype(np.int32))
-        if rng.random() < 0.5:
-            tensors["seqused_k"] = spoil(rng, len_k.astype(np.int32))
     optional = {
         "lse": np.zeros((heads, tokens), np.float32),
         "num_seqs": spoil(rng, np.array([seqs], np.int32)),
@@ -190,12 +268,17 @@ def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
         "alibi_slopes": rng.random(pick(rng, (heads,), (seqs, heads))).astype(np.float32),
         "sinks": floats(rng, (heads,), pick(rng, *FLOATS)),
     }
-    for name in ("q_descale", "k_descale", "v_descale"):
-        optional[name] = rng.random(pick(rng, (1,), (kv_heads,), (seqs, kv_heads))).astype(np.float32)
+    of_sequences = [] if "key" in tensors else [(seqs, kv_heads)]
+    for name, more in (
+        ("q_descale", [(seqs, kv_heads)]),
+        ("k_descale", of_sequences),
+        ("v_descale", of_sequences),
+    ):
+        optional[name] = rng.random(pick(rng, (1,), (kv_heads,), *more)).astype(np.float32)
     tensors |= {name: array for name, array in optional.items() if rng.random() < 0.4}
-    attributes = {
-        "layout": LAYOUT_CODES[layout],
-        "kv_dtype": DTYPE_CODES[element.name],
+    scalars: Scalars = {
+        "layout": layout,
+        "kv_dtype": sizes.element.name,
         "causal": int(rng.integers(2)),
         "window_left": int(pick(rng, -1, -1, 0, 5, 2**31 - 1)),
         "window_right": int(pick(rng, -1, -1, 0, 5, 2**31 - 1)),
@@ -204,42 +287,53 @@ def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
         "softmax_scale": float(pick(rng, dim**-0.5, 1.0, 0.0, -1.0)),
         "softcap": float(pick(rng, 0.0, 10.0)),
     }
-    return native.ATTENTION, tensors, attributes
+    return Call("attention", tensors, scalars)
 
 
 def merge_states_call(rng: Rng) -> Call:
-    tokens, heads, dim = int(rng.integers(0, 20)), int(rng.integers(1, 9)), head_size(rng)
+    tokens, heads, dim = int(rng.integers(0, 20)), int(rng.integers(1, 9)), head_size(rng, MAX_HEAD_SIZE)
     dtype = pick(rng, *FLOATS)
     names = {"out_a": "lse_a", "out_b": "lse_b", "out": "lse"}
     tensors = {}
     for out, lse in names.items():
         tensors[out] = floats(rng, (tokens, heads, dim), dtype)
         tensors[lse] = floats(rng, (heads, tokens), FLOATS[0])
-    return native.MERGE_STATES, tensors, {}
+    return Call("merge_states", tensors, {})
 
 
 def run(library: native.Library, memory: Memory, call: Call, rng: Rng, overrun: bool) -> None:
-    operation, arrays, attributes = call
+    operation, arrays, scalars = call
     tensors = {name: memory.tensor(array, rng.random() < 0.2) for name, array in arrays.items()}
+    # What it needs is known before the addresses are.
+    needs = library.needs(
+        operation, library.arguments(operation, {n: x.spec for n, x in tensors.items()}, scalars)
+    )
+    assert needs.kernels and needs.plan_bytes == needs.workspace_bytes == 0, needs
+    args = arguments(library, operation, tensors, scalars)
     if overrun:
-        tensors["key_cache"].shape[0] += 1
-    context = {"num_threads": int(rng.integers(1, 4))}
-    problem = library.run(operation, library.arguments(operation, tensors, attributes), **context)
+        enlarge(args)
+    problem = library.run(operation, args, num_threads=int(rng.integers(1, 4)))
     if problem and not library.check_indices:
-        raise RuntimeError(f"{operation.name}: {problem}")
+        raise RuntimeError(f"{operation}: {problem}")
     memory.free()
 
 
+def enlarge(args: Any) -> None:
+    """Tell the library of caches with a block more than they have."""
+    args.key_cache.shape[0] += 1
+    args.value_cache.shape[0] += 1
+
+
 def overrun_call() -> Call:
-    """A write to the last slot of a cache that is one block smaller than the library is told."""
+    """A write to the last slot of caches that are one block smaller than the library is told."""
     tensors = {
         "key": np.ones((1, 1, 8), np.float32),
         "value": np.ones((1, 1, 8), np.float32),
         "key_cache": np.zeros((1, 4, 1, 8), np.float32),
-        "value_cache": np.zeros((2, 4, 1, 8), np.float32),
+        "value_cache": np.zeros((1, 4, 1, 8), np.float32),
         "slot_mapping": np.array([7], np.int32),
     }
-    return native.KV_CACHE, tensors, {"layout": 0, "cache_dtype": 0}
+    return Call("kv_cache", tensors, {"layout": "NHD", "cache_dtype": "float32"})
 
 
 def main(path: str, seed: str, calls: str, mode: str = "") -> None:

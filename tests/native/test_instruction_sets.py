@@ -17,6 +17,7 @@ NAMES = ("baseline", "avx2", "avx512")  # each has what those before it have
 CONFORMANCE = (
     "test_flash_attn_varlen.py",
     "test_paged_attention.py",
+    "test_ragged_paged_attention.py",
     "test_kv_cache.py",
     "test_merge_states.py",
     "test_engines.py",

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = ("kv_cache", "attention", "merge_states")
+CALLS = ("kv_cache", "attention", "write_and_attend", "merge_states")
 
 # Each call, large enough for several threads: with its first allocation failing, its second, until none fails.
 CODE = """
 import ctypes, json, sys
 import numpy as np
 from flashxla import native
-from tests.native.driver import Memory
+from tests.native.driver import Call, Memory, arguments
 
 def normal(*shape):
     return np.random.default_rng(0).standard_normal(shape, np.float32)
@@ -27,26 +27,36 @@ def normal(*shape):
 def index(*values):
     return np.array(values, np.int32)
 
+MASK = {"window_left": -1, "window_right": -1, "max_seqlen_q": 300, "max_seqlen_k": 300, "softmax_scale": 1.0}
+QUERIES = {**{name: normal(300, 2, 64) for name in ("q", "out")}, "cu_seqlens_q": index(0, 100, 101, 300)}
 CALLS = {
-    "kv_cache": (
-        native.KV_CACHE,
+    "kv_cache": Call(
+        "kv_cache",
         {
             **{name: normal(600, 8, 128) for name in ("key", "value")},
             **{name: normal(40, 16, 8, 128) for name in ("key_cache", "value_cache")},
             "slot_mapping": np.arange(600, dtype=np.int32),
         },
-        {"layout": 0, "cache_dtype": 0},
+        {"layout": "NHD", "cache_dtype": "float32"},
     ),
-    "attention": (
-        native.ATTENTION,
+    "attention": Call(
+        "attention",
+        {**QUERIES, **{name: normal(300, 2, 64) for name in "kv"}, "cu_seqlens_k": QUERIES["cu_seqlens_q"]},
+        MASK,
+    ),
+    "write_and_attend": Call(
+        "attention",
         {
-            **{name: normal(300, 2, 64) for name in ("q", "k", "v", "out")},
-            **{name: index(0, 100, 101, 300) for name in ("cu_seqlens_q", "cu_seqlens_k")},
+            **QUERIES,
+            **{name: normal(30, 16, 2, 64) for name in "kv"},
+            **{name: normal(300, 2, 64) for name in ("key", "value")},
+            "seqused_k": index(120, 1, 199),
+            "block_table": np.arange(30, dtype=np.int32).reshape(3, 10),
         },
-        {"window_left": -1, "window_right": -1, "max_seqlen_q": 300, "max_seqlen_k": 300, "softmax_scale": 1.0},
+        MASK,
     ),
-    "merge_states": (
-        native.MERGE_STATES,
+    "merge_states": Call(
+        "merge_states",
         {
             **{name: normal(300, 8, 128) for name in ("out_a", "out_b", "out")},
             **{name: normal(8, 300) for name in ("lse_a", "lse_b", "lse")},
@@ -61,9 +71,9 @@ failed = ctypes.c_int.in_dll(process, "failed")
 library, memory = native.library("cpu"), Memory()
 errors, clean = 0, False
 for after in range(200):
-    operation, arrays, attributes = CALLS[sys.argv[1]]
+    operation, arrays, scalars = CALLS[sys.argv[1]]
     tensors = {name: memory.tensor(array) for name, array in arrays.items()}
-    args = library.arguments(operation, tensors, attributes)
+    args = arguments(library, operation, tensors, scalars)
     before = failed.value
     failing_after.value = after
     try:
@@ -89,10 +99,10 @@ def failing_malloc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_allocations_that_fail(failing_malloc: Path, operation: str) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_allocations_that_fail(failing_malloc: Path, call: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, operation],
+        [sys.executable, "-c", CODE, call],
         env={**os.environ, "LD_PRELOAD": str(failing_malloc), "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,

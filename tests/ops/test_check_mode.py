@@ -16,13 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.batches import Case, flash_attn_arguments, paged_attention_arguments
+from tests.batches import (
+    Case,
+    flash_attn_arguments,
+    paged_attention_arguments,
+    ragged_paged_attention_arguments,
+)
 from tests.frontends import FRONTENDS, Frontend
 
 BATCH = ((1, 17), (5, 9), (8, 8))
 PAGED = Case(BATCH, page=8, pad_tokens=2, pad_seqs=0, leftpad=True)
 DENSE = Case(BATCH, used=True)
 RAGGED = Case(BATCH, page=8, layout="interleaved", pad_tokens=2)
+PAIR = Case(((1, 17), (5, 9), (3, 2)), page=8, pad_tokens=2)  # one token has no place, which is no error
 
 # name: (op, case, argument, position, bad value, how the message writes the position)
 BAD = {
@@ -42,6 +48,18 @@ BAD = {
     "ragged length": ("ragged", RAGGED, "context_lens", (0,), 10_000, "context_lens[0]"),
     "ragged page": ("ragged", RAGGED, "block_tables", (2, 0), 2**31 - 1, "block_tables[2, 0]"),
     "ragged sequences": ("ragged", RAGGED, "num_seqs", (0,), -1, "num_seqs"),
+    "written offsets": ("fused", RAGGED, "query_start_loc", (2,), 10_000, "query_start_loc[2]"),
+    "written length": ("fused", RAGGED, "context_lens", (1,), 10_000, "context_lens[1]"),
+    "written page": ("fused", RAGGED, "block_tables", (1, 1), -2, "block_tables[1, 1]"),
+    "written slot": ("fused slots", PAIR, "slot_mapping", (4,), 10_000, "slot_mapping[4]"),
+    "written length beside slots": ("fused slots", PAIR, "context_lens", (2,), -3, "context_lens[2]"),
+}
+FUNCTIONS = {
+    "write": "reshape_and_cache_flash",
+    "flash": "flash_attn_varlen_func",
+    "ragged": "paged_attention",
+    "fused": "ragged_paged_attention",
+    "fused slots": "ragged_paged_attention",
 }
 
 
@@ -58,16 +76,10 @@ def arguments_of(op: str, case: Case | None) -> dict[str, Any]:
             "slot_mapping": np.array([3, -1, 5, 31, -7], np.int64),
         }
     assert case is not None
+    if op.startswith("fused"):
+        slots = "i32" if op == "fused slots" else None
+        return ragged_paged_attention_arguments(rng, case, "same", slots)
     return (flash_attn_arguments if op == "flash" else paged_attention_arguments)(rng, case)
-
-
-def run(frontend: Frontend, op: str, arguments: dict[str, Any]) -> None:
-    operations = {
-        "write": frontend.reshape_and_cache_flash,
-        "flash": frontend.flash_attn_varlen_func,
-        "ragged": frontend.paged_attention,
-    }
-    operations[op](**arguments)
 
 
 def messages(frontend: Frontend) -> Iterator[tuple[str, str | None]]:
@@ -78,7 +90,7 @@ def messages(frontend: Frontend) -> Iterator[tuple[str, str | None]]:
         if argument:
             arguments[argument][position] = value
         try:
-            run(frontend, op, arguments)
+            getattr(frontend, FUNCTIONS[op])(**arguments)
         except Exception as error:
             yield name, f"{type(error).__name__}: {error}"
         else:
@@ -105,7 +117,7 @@ def test_check_mode(frontend: Frontend) -> None:
     got = messages_in_check_mode(frontend)
     problems = []
     for name, message in got.items():
-        expected = BAD[name][-1] if name in BAD else None
+        expected = f"{FUNCTIONS[BAD[name][0]]}: {BAD[name][-1]}" if name in BAD else None
         if expected is None and message is not None:
             problems.append(f"{name}: {message}")
         if expected is not None and (message is None or expected not in message):

@@ -20,24 +20,36 @@ TABLE = {
 }
 
 
+def write(fx: Any, tensors: list[Any], caches: Any, index: list[Any]) -> Any:
+    key, value, _ = tensors
+    return fx.reshape_and_cache_flash(key, value, *caches, index[0])
+
+
+def write_and_attend(fx: Any, tensors: list[Any], caches: Any, index: list[Any]) -> Any:
+    key, value, query = tensors
+    return fx.ragged_paged_attention(query, key, value, tuple(caches), *index[1:], D**-0.5)
+
+
 @pytest.mark.parametrize("where", ["arguments", "inside"])
 @pytest.mark.parametrize("case", TABLE)
-def test_views(frontend: TorchFrontend, case: str, where: str) -> None:
+@pytest.mark.parametrize("call", [write, write_and_attend])
+def test_views(frontend: TorchFrontend, call: Callable[..., Any], case: str, where: str) -> None:
     torch, fx = frontend.torch, frontend.fx
     torch._dynamo.reset()
     shape, views = TABLE[case]
     device = frontend.target_device()
     base = torch.randn(shape, device=device)
-    key, value = (torch.randn(3, H, D, device=device) for _ in "kv")
-    slots = torch.tensor([1, 9, -1], device=device)
+    tensors = [torch.randn(3, heads, D, device=device) for heads in (H, H, 2 * H)]
+    lists = ([1, 9, -1], [2, 6], [[3, 0], [2, 1]], [0, 1, 2], [2])
+    index = [torch.tensor(values, device=device, dtype=torch.int32) for values in lists]
     want = base.clone()
-    fx.reshape_and_cache_flash(key, value, *views(want), slots)
+    expected = call(fx, tensors, views(want), index)
 
-    def write(caches: Any) -> None:
-        key_cache, value_cache = caches if where == "arguments" else views(caches)
-        fx.reshape_and_cache_flash(key, value, key_cache, value_cache, slots)
+    def function(caches: Any) -> Any:
+        return call(fx, tensors, caches if where == "arguments" else views(caches), index)
 
-    compiled: Callable = torch.compile(write)
+    compiled: Callable = torch.compile(function)
     for _ in range(2):
-        compiled(views(base) if where == "arguments" else base)
+        got = compiled(views(base) if where == "arguments" else base)
         torch.testing.assert_close(base, want, atol=0, rtol=0)
+        assert got is expected is None or torch.equal(got, expected)

@@ -18,21 +18,23 @@ def t(*shape: int, dtype: Any = F32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-WRITE = {
+Arguments = dict[str, Any]
+
+WRITE: Arguments = {
     "key": t(5, 2, 16),
     "value": t(5, 2, 16),
     "key_cache": t(4, 8, 2, 16),
     "value_cache": t(4, 8, 2, 16),
     "slot_mapping": t(5, dtype=I64),
 }
-WRITE_ONE = {
+WRITE_ONE: Arguments = {
     "key": t(5, 2, 16),
     "value": t(5, 2, 16),
     "kv_cache": t(4, 8, 4, 16),
     "slot_mapping": t(5, dtype=I32),
     "layout": "interleaved",
 }
-DENSE = {
+DENSE: Arguments = {
     "q": t(6, 4, 16),
     "k": t(9, 2, 16),
     "v": t(9, 2, 16),
@@ -41,7 +43,7 @@ DENSE = {
     "max_seqlen_k": 9,
     "cu_seqlens_k": t(3, dtype=I32),
 }
-PAGED = {
+PAGED: Arguments = {
     "q": t(6, 4, 16),
     "k": t(4, 8, 2, 16),
     "v": t(4, 8, 2, 16),
@@ -51,7 +53,7 @@ PAGED = {
     "seqused_k": t(2, dtype=I32),
     "block_table": t(2, 3, dtype=I32),
 }
-RAGGED = {
+RAGGED: Arguments = {
     "query": t(6, 4, 16),
     "kv_cache": t(4, 8, 4, 16),
     "context_lens": t(2, dtype=I32),
@@ -61,9 +63,10 @@ RAGGED = {
     "scale": 0.25,
 }
 PAIR = RAGGED | {"kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 16))}
-MERGE = {"out_a": t(5, 4, 16), "lse_a": t(4, 5), "out_b": t(5, 4, 16), "lse_b": t(4, 5)}
+NEW = {"key": t(6, 2, 16), "value": t(6, 2, 16)}
+MERGE: Arguments = {"out_a": t(5, 4, 16), "lse_a": t(4, 5), "out_b": t(5, 4, 16), "lse_b": t(4, 5)}
 
-CALLS = {
+CALLS: dict[str, tuple[str, Arguments]] = {
     "write": ("reshape_and_cache_flash", WRITE),
     "write_one": ("reshape_and_cache", WRITE_ONE),
     "dense": ("flash_attn_varlen_func", DENSE),
@@ -71,8 +74,11 @@ CALLS = {
     "ragged": ("paged_attention", RAGGED),
     "pair": ("paged_attention", PAIR),
     "merge": ("merge_attn_states", MERGE),
+    "fused": ("ragged_paged_attention", RAGGED | NEW),
+    "fused_pair": ("ragged_paged_attention", PAIR | NEW),
 }
-BIG = {"q": t(6, 4, 257), "k": t(9, 2, 257), "v": t(9, 2, 257)}
+BIG = {"q": t(6, 4, 577), "k": t(9, 2, 577)}
+FP8_CACHES = {n: t(4, 8, 2, 16, dtype=U8) for n in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
 
 # call, what changes, the error, the argument that it names, what it got, what it takes
 ERRORS = [
@@ -123,11 +129,26 @@ ERRORS = [
     ),
     ("write", {"k_scale": t(3)}, ValueError, "k_scale", "[3]", "[1] or [Hk]"),
     ("write", {"v_scale": t(2, dtype=F16)}, TypeError, "v_scale", "float16", "float32"),
+    ("write", {"value": t(5, 2, 8)}, ValueError, "value_cache", "[4, 8, 2, 16]", "Dv = 8 by value"),
+    ("write", {n: t(5, 2, 16, dtype=E4M3) for n in NEW}, TypeError, "key_cache", "float32", "float8_e4m3fn"),
+    (
+        "write",
+        FP8_CACHES | {n: t(5, 2, 16, dtype=E5M2) for n in NEW},
+        TypeError,
+        "key",
+        "float8_e5m2",
+        "bfloat16, float8_e4m3fn with a cache of float8_e4m3fn",
+    ),
+    ("write", FP8_CACHES | {"key": t(5, 2, 16, dtype=U8)}, TypeError, "key", "uint8", "float8_e5m2"),
+    ("write_one", {"value": t(5, 2, 8)}, ValueError, "value", "[5, 2, 8]", "D = 16 by key"),
     ("write_one", {"layout": "NHD"}, ValueError, "layout", "'NHD'", "'interleaved'"),
     ("write_one", {"layout": "stacked"}, ValueError, "kv_cache", "[4, 8, 4, 16]", "[2, P, B, Hk, D]"),
     ("write_one", {"kv_cache": t(4, 8, 5, 16)}, ValueError, "kv_cache", "[4, 8, 5, 16]", "2*Hk"),
     ("write_one", {"kv_cache": t(4, 8, 4, 16, dtype=F16)}, TypeError, "kv_cache", "float16", "float32"),
-    ("dense", BIG, ValueError, "q", "head size 257", "1 to 256"),
+    ("dense", BIG, ValueError, "q", "head size 577", "1 to 576"),
+    ("dense", {"v": t(9, 2, 513)}, ValueError, "v", "head size 513", "1 to 512"),
+    ("dense", {"q": t(6, 4, 0), "k": t(9, 2, 0)}, ValueError, "q", "head size 0", "1 to 576"),
+    ("dense", {"v": t(9, 2, 0)}, ValueError, "v", "head size 0", "1 to 512"),
     ("dense", {"q": t(6, 3, 16)}, ValueError, "q", "3 heads", "a multiple of the 2 heads"),
     ("dense", {"q": t(6, 4, 16, dtype=F16)}, TypeError, "k", "float32", "float16"),
     ("dense", {"q": t(6, 4, 16, dtype=I32)}, TypeError, "q", "int32", "float32, float16, bfloat16"),
@@ -207,6 +228,126 @@ ERRORS = [
         "value_cache",
         "float16",
         "float32",
+    ),
+    ("ragged", {"s_aux": t(3)}, ValueError, "s_aux", "[3]", "Hq = 4"),
+    ("ragged", {"alibi_slopes": t(4, dtype=F16)}, TypeError, "alibi_slopes", "float16", "float32"),
+    ("ragged", {"alibi_slopes": t(3, 4)}, ValueError, "alibi_slopes", "[3, 4]", "[Hq] or [S, Hq]"),
+    ("ragged", {"causal": None}, TypeError, "causal", "None (NoneType)", "bool"),
+    ("ragged", {"return_softmax_lse": 2.5}, TypeError, "return_softmax_lse", "2.5 (float)", "bool"),
+    ("ragged", {"window_size": 4}, TypeError, "window_size", "4 (int)", "a pair (left, right)"),
+    ("ragged", {"window_size": (1,)}, ValueError, "window_size", "(1,)", "a pair (left, right)"),
+    ("ragged", {"window_size": (-2, 0)}, ValueError, "window_left", "-2", "-1 (unlimited)"),
+    (
+        "ragged",
+        {"window_size": (2, 0), "sliding_window": 3},
+        ValueError,
+        "window_size",
+        "(2, 0) beside sliding_window",
+        "one of the two",
+    ),
+    (
+        "ragged",
+        {"query": t(6, 4, 577), "kv_cache": t(4, 8, 4, 577)},
+        ValueError,
+        "query",
+        "head size 577",
+        "1 to 576",
+    ),
+    (
+        "ragged",
+        {"query": t(6, 4, 513), "kv_cache": t(4, 8, 4, 513)},
+        ValueError,
+        "kv_cache",
+        "head size 513",
+        "1 to 512",
+    ),
+    (
+        "pair",
+        {"kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 513))},
+        ValueError,
+        "value_cache",
+        "head size 513",
+        "1 to 512",
+    ),
+    ("fused", {"key": t(5, 2, 16)}, ValueError, "key", "[5, 2, 16]", "T = 6 by query"),
+    ("fused", {"key": t(6, 2, 8)}, ValueError, "key", "[6, 2, 8]", "D = 16 by query"),
+    ("fused", {"key": t(6, 32)}, ValueError, "key", "[6, 32]", "[T, Hk, D]"),
+    ("fused", {"key": t(6, 3, 16)}, ValueError, "kv_cache", "[4, 8, 4, 16]", "Hk = 3 by key"),
+    ("fused", {"key": None}, TypeError, "key", "None", "float32, float16, bfloat16"),
+    ("fused", {"key": t(6, 2, 16, dtype=I32)}, TypeError, "key", "int32", "float8_e5m2"),
+    ("fused", {"value": t(6, 2, 16, dtype=F16)}, TypeError, "value", "float16", "float32, the dtype of key"),
+    ("fused", {"value": t(6, 2, 8)}, ValueError, "value", "[6, 2, 8]", "Dv = 16 by kv_cache"),
+    ("fused_pair", {"value": t(6, 2, 8)}, ValueError, "value", "[6, 2, 8]", "Dv = 16 by value_cache"),
+    (
+        "fused",
+        {n: t(6, 2, 16, dtype=BF16) for n in NEW},
+        TypeError,
+        "kv_cache",
+        "float32",
+        "bfloat16, the dtype of key",
+    ),
+    (
+        "fused_pair",
+        {n: t(6, 2, 16, dtype=BF16) for n in NEW},
+        TypeError,
+        "key_cache",
+        "float32",
+        "bfloat16, the dtype of key",
+    ),
+    (
+        "fused",
+        {"kv_cache": t(4, 8, 4, 16, dtype=U8)},
+        ValueError,
+        "kv_cache_dtype",
+        "'auto' for a uint8 kv_cache",
+        "fp8_e4m3",
+    ),
+    (
+        "fused",
+        {"kv_cache": t(4, 8, 4, 16, dtype=U8), "kv_cache_dtype": "fp8_e5m2"}
+        | {n: t(6, 2, 16, dtype=E4M3) for n in NEW},
+        TypeError,
+        "key",
+        "float8_e4m3fn",
+        "bfloat16, float8_e5m2 with a cache of float8_e5m2",
+    ),
+    (
+        "fused",
+        {"slot_mapping": t(7, dtype=I32)},
+        ValueError,
+        "slot_mapping",
+        "7 slots",
+        "at most the 6 tokens",
+    ),
+    ("fused", {"slot_mapping": t(6)}, TypeError, "slot_mapping", "float32", "int32, int64"),
+    ("fused", {"slot_mapping": t(6, 1, dtype=I32)}, ValueError, "slot_mapping", "[6, 1]", "[N]"),
+    ("fused", {"k_scale": t(2, 2)}, ValueError, "k_scale", "[2, 2]", "[1] or [Hk]"),
+    ("fused", {"kv_cache": None}, TypeError, "kv_cache", "None", "float32, float16, bfloat16"),
+    ("fused_pair", {"kv_cache": (t(4, 8, 2, 16), None)}, TypeError, "value_cache", "None", "a tensor"),
+    ("fused_pair", {"layout": "stacked"}, ValueError, "layout", "'stacked'", "'stacked' is for one tensor"),
+    (
+        "fused_pair",
+        {"kv_cache": (t(4, 8, 2, 16), t(5, 8, 2, 16))},
+        ValueError,
+        "value_cache",
+        "[5, 8, 2, 16]",
+        "P = 4 by key_cache",
+    ),
+    (
+        "fused_pair",
+        {"value": t(6, 2, 513), "kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 513))},
+        ValueError,
+        "value",
+        "head size 513",
+        "1 to 512",
+    ),
+    (
+        "fused",
+        {"window_size": (2, 0), "sliding_window": 3},
+        ValueError,
+        "window_size",
+        "(2, 0) beside sliding_window",
+        "one of the two",
     ),
     ("write", {"layout": None}, TypeError, "layout", "None (NoneType)", "str"),
     ("write", {"key": None, "k_scale": 0.5}, TypeError, "key", "None", "float32, float16, bfloat16"),
@@ -303,7 +444,9 @@ NUMPY_SCALARS = [
     ("dense", {"window_size": np.array([4, 0]).tolist()}),
     ("ragged", {"scale": np.float16(0.25), "sliding_window": np.int32(3), "soft_cap": np.float64(2.0)}),
     ("ragged", {"layout": np.str_("interleaved")}),
+    ("ragged", {"causal": np.int64(0), "window_size": (np.int64(4), np.int16(-1))}),
     ("pair", {"layout": "interleaved"}),
+    ("fused", {"scale": np.float16(0.25), "return_softmax_lse": np.True_}),
 ]
 
 
@@ -320,8 +463,7 @@ def test_numpy_scalars(frontend: Frontend, call: str, scalars: dict[str, Any]) -
 
 @pytest.mark.frontends("torch", "jax")
 def test_a_number_for_a_scale_may_be_numpys(frontend: Frontend) -> None:
-    caches = {name: t(4, 8, 2, 16, dtype=U8) for name in ("key_cache", "value_cache")}
-    caches |= {"key": np.ones_like(WRITE["key"]), "kv_cache_dtype": "fp8", "slot_mapping": np.arange(5)}
+    caches = FP8_CACHES | {"key": np.ones_like(WRITE["key"]), "slot_mapping": np.arange(5)}
     got = frontend.reshape_and_cache_flash(
         **WRITE | caches | {"k_scale": np.float32(0.5), "v_scale": np.int32(2)}
     )

@@ -57,6 +57,13 @@ CASES = [
     Case(MIXED, dim=80, dtype="f16"),
     Case(MIXED, dim=128, heads=(8, 1), page=16),
     Case(MIXED, dim=256, heads=(2, 1), page=8),
+    # head sizes of keys and values
+    Case(MIXED, dim=576, v_dim=512, heads=(4, 1), dtype="bf16", page=16),
+    Case(MIXED, dim=576, v_dim=512, heads=(2, 1)),
+    Case(MIXED, dim=192, v_dim=128, dtype="f16"),
+    Case(MIXED, dim=192, v_dim=128, page=8, layout="HND", cache="u8:e5m2", descale="H"),
+    Case(MIXED, dim=1, v_dim=3, layout="HND", page=1),
+    Case(MIXED, dim=40, v_dim=72, used=True, causal=False),
     # masks
     Case(MIXED, window=(4, -1)),
     Case(MIXED, window=(4, 0), page=8),
@@ -95,6 +102,7 @@ CASES = [
     # everything at once
     Case(MIXED, dtype="bf16", cache="u8:e4m3", page=17, layout="HND", window=(9, -1), **ALL),
     Case(MIXED, dim=72, causal=False, window=(9, 4), used=True, **ALL),
+    Case(MIXED, dim=40, v_dim=72, dtype="f16", page=8, window=(9, -1), **ALL),
 ]
 
 
@@ -148,6 +156,31 @@ def test_public_grid_fp8(
     check(frontend, flash_attn_arguments(rng, case))
 
 
+# Multi-head latent attention's, and others on both sides of what a kernel takes at once.
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize(
+    "dims", [(576, 512), (192, 128), (512, 512), (1, 3), (3, 1), (40, 72), (257, 256)], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("f32", "same"), ("bf16", "same"), ("f16", "e4m3"), ("e5m2", "e4m3")]
+)
+@pytest.mark.parametrize("page", [None, 8, 17])
+@pytest.mark.parametrize("lens", [DECODE, MIXED, ((70, 90),)], ids=["decode", "mixed", "prefill"])
+def test_head_sizes(
+    frontend: Frontend,
+    rng: np.random.Generator,
+    dims: tuple[int, int],
+    dtype: str,
+    cache: str,
+    page: int | None,
+    lens: tuple[tuple[int, int], ...],
+) -> None:
+    heads = (8, 1) if dims[0] > 500 else (4, 2)
+    layout = str(rng.choice(["NHD", "HND"]))
+    case = Case(lens, heads, dims[0], dtype, cache, page, layout, v_dim=dims[1], pad_tokens=2)
+    check(frontend, flash_attn_arguments(rng, case))
+
+
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("trial", range(150))
 def test_random_case(frontend: Frontend, rng: np.random.Generator, trial: int) -> None:
@@ -160,6 +193,7 @@ def test_random_case(frontend: Frontend, rng: np.random.Generator, trial: int) -
     dtype = str(pick("f32", "bf16", "f16"))
     lens = tuple((int(q), int(k)) for q, k in rng.integers(0, 40, (rng.integers(1, 6), 2)))
     causal, page = bool(pick(True, False)), pick(None, 1, 2, 8, 16, 17, 32)
+    v_dim = pick(None, None, int(rng.integers(1, 257)))
     case = Case(
         lens=lens,
         heads=(kv_heads * int(rng.integers(1, 5)), kv_heads),
@@ -178,6 +212,7 @@ def test_random_case(frontend: Frontend, rng: np.random.Generator, trial: int) -
         pad_tokens=int(pick(0, 3)),  # type: ignore[call-overload]
         pad_seqs=pick(None, 0, 2),  # type: ignore[arg-type]
         used=bool(pick(True, False)),
+        v_dim=v_dim,  # type: ignore[arg-type]
     )
     check(frontend, flash_attn_arguments(rng, case))
 

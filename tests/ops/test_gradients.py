@@ -29,8 +29,15 @@ SOURCES = {
     "ragged": ("query",),
     "pair": ("query",),
     "merge": ("out_a", "lse_b"),
+    "fused": ("query", "key", "value"),
+    "fused_pair": ("query", "key", "value"),
 }
-UPDATED = {"write": ("key_cache", "value_cache"), "write_one": ("kv_cache",)}
+UPDATED = {
+    "write": ("key_cache", "value_cache"),
+    "write_one": ("kv_cache",),
+    "fused": ("kv_cache",),
+    "fused_pair": ("kv_cache",),
+}
 COMPILED = ("write", "dense")  # inductor compiles for seconds
 
 EAGER = pytest.mark.parametrize("call", CALLS)
@@ -54,15 +61,16 @@ class TorchCall:
         self.tensors = {k: map_arrays(frontend.tensor, v) for k, v in valid.items() if has_arrays(v)}
         self.scalars = {k: v for k, v in valid.items() if k not in self.tensors}
         self.sources = [self.tensors[name] for name in SOURCES[call]]
-        self.updated = [self.tensors[name] for name in UPDATED.get(call, ())]
+        updated = [self.tensors[name] for name in UPDATED.get(call, ())]
+        self.updated = [x for value in updated for x in (value if isinstance(value, tuple) else (value,))]
         for source in self.sources:
             source.requires_grad_(requires_grad)
 
     def run(self) -> list[Any]:
-        """Its results, or the tensors that it updated."""
+        """Its results, and the tensors that it updated."""
         result = self.frontend.call(self.function, self.tensors, self.scalars)
         results = result if isinstance(result, (tuple, list)) else [result]
-        return self.updated or list(results)
+        return [x for x in results if x is not None] + self.updated
 
 
 def assert_no_backward(error: pytest.ExceptionInfo[BaseException], call: str) -> None:

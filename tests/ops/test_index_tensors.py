@@ -11,13 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import reference
-from tests.batches import Arguments, Case, flash_attn_arguments, normal, paged_attention_arguments
+from tests.batches import (
+    Arguments,
+    Case,
+    caches_of,
+    flash_attn_arguments,
+    normal,
+    paged_attention_arguments,
+    ragged_paged_attention_arguments,
+    without_poison,
+)
 from tests.checks import DTYPES, LSE_TOLERANCE, TOLERANCE, assert_close, assert_same_bits
-from tests.frontends import Frontend, TorchFrontend
+from tests.frontends import Frontend, TorchFrontend, map_arrays
 
 MARGIN = 4096  # bytes, on either side
 FIXED = settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -49,6 +58,14 @@ PAGED_CASES = [
     Case(BATCH, page=8, layout="interleaved", pad_tokens=3, pad_seqs=1),
     Case(BATCH, page=4, layout="packed_HND", window=(4, 0), dtype="bf16", descale="SH"),
 ]
+# Of ragged_paged_attention: dtype of the new keys and slot_mapping with it.
+RAGGED_CASES = [
+    (Case(BATCH, page=8, layout="NHD", pad_tokens=3, pad_seqs=1), "same", None),
+    (Case(BATCH, page=4, layout="HND", v_dim=24, causal=False), "same", "i64"),
+    (Case(BATCH, page=8, layout="interleaved", cache="u8:e4m3", descale="H"), "bf16", None),
+    (Case(BATCH, page=8, layout="packed_NHD", pad_tokens=2, sinks="f32"), "same", "i32"),
+    (Case(BATCH, page=1, layout="stacked", pad_seqs=1), "same", "short"),
+]
 INDEX_TENSORS = {
     "cu_seqlens_q",
     "cu_seqlens_k",
@@ -59,6 +76,7 @@ INDEX_TENSORS = {
     "context_lens",
     "block_tables",
     "query_start_loc",
+    "slot_mapping",
 }
 
 
@@ -77,11 +95,7 @@ def corrupted(
     for which, entry, value in changes:
         flat = arguments[names[which % len(names)]].reshape(-1)
         flat[entry % flat.size] = value
-    for name in ("q", "k", "v", "query", "kv_cache"):
-        if name in arguments:
-            array = arguments[name]
-            arguments[name] = np.where(np.isnan(array), normal(rng, array.shape, array.dtype), array)
-    return arguments
+    return without_poison(rng, arguments)
 
 
 def inside(frontend: TorchFrontend, array: np.ndarray, margin: float | int) -> Any:
@@ -199,6 +213,13 @@ def test_flash_attn(frontend: Frontend, case: Case, seed: int, changes: list[tup
     assert_flash(out, lse, arguments)
 
 
+def assert_paged(out: np.ndarray, lse: np.ndarray | None, arguments: Arguments, case: Case) -> None:
+    expected_out, expected_lse = reference.paged_attention(**arguments)
+    assert lse is not None
+    assert_close(out, expected_out, TOLERANCE[case.dtype])
+    assert_close(lse, expected_lse, LSE_TOLERANCE, "lse")
+
+
 def paged_arguments(case: Case, seed: int, changes: list[tuple[int, int, int]]) -> Arguments:
     rng = np.random.default_rng(seed)
     return corrupted(rng, paged_attention_arguments(rng, case), changes)
@@ -214,8 +235,8 @@ def test_paged_attention_between_poison(
     tensors = {
         k: inside(frontend, v, np.nan) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
     }
-    out = frontend.array(frontend.fx.paged_attention(**tensors))
-    assert_close(out, reference.paged_attention(**arguments), TOLERANCE[case.dtype])
+    out, lse = map(frontend.array, frontend.fx.paged_attention(**tensors))
+    assert_paged(out, lse, arguments, case)
 
 
 @pytest.mark.frontends("lazy", "jax_jit")
@@ -225,8 +246,64 @@ def test_paged_attention(
     frontend: Frontend, case: Case, seed: int, changes: list[tuple[int, int, int]]
 ) -> None:
     arguments = paged_arguments(case, seed, changes)
-    out = frontend.paged_attention(**arguments)
-    assert_close(out, reference.paged_attention(**arguments), TOLERANCE[case.dtype])
+    assert_paged(*frontend.paged_attention(**arguments), arguments, case)
+
+
+Ragged = tuple[Case, str, str | None]
+
+
+def ragged_arguments(ragged: Ragged, seed: int, changes: list[tuple[int, int, int]]) -> Arguments:
+    """No slot comes twice: which token stays is then unspecified."""
+    rng = np.random.default_rng(seed)
+    arguments = corrupted(rng, ragged_paged_attention_arguments(rng, *ragged), changes)
+    view, _ = reference.kv_views(arguments["layout"], *caches_of(arguments))
+    slots = arguments.get("slot_mapping")
+    if slots is None:
+        names = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
+        index = (arguments[name] for name in names)
+        slots = reference.slots_of_new_tokens(len(arguments["key"]), *view.shape[:2], *index)
+    written = slots[(slots >= 0) & (slots < view.shape[0] * view.shape[1])]
+    assume(len(set(written.tolist())) == len(written))
+    return arguments
+
+
+def assert_ragged(out: np.ndarray, lse: np.ndarray, caches: Any, arguments: Arguments) -> None:
+    expected_out, expected_lse, expected_caches = reference.ragged_paged_attention(**arguments)
+    for cache, expected in zip(caches, caches_of({"kv_cache": expected_caches}), strict=True):
+        assert_same_bits(cache, expected, "cache")
+    assert_close(out, expected_out, TOLERANCE["f32"])
+    assert_close(lse, expected_lse, LSE_TOLERANCE, "lse")
+
+
+@pytest.mark.frontends("torch")
+@settings(max_examples=300)
+@given(ragged=st.sampled_from(RAGGED_CASES), seed=seeds, changes=corruptions())
+def test_ragged_paged_attention_between_poison(
+    frontend: TorchFrontend, ragged: Ragged, seed: int, changes: list[tuple[int, int, int]]
+) -> None:
+    arguments = ragged_arguments(ragged, seed, changes)
+    tensors = {
+        name: map_arrays(lambda array: inside(frontend, array, np.nan), value)
+        for name, value in arguments.items()
+    }
+    caches = caches_of(tensors)
+    before = [margins(frontend, cache) for cache in caches]
+    out, lse = map(frontend.array, frontend.fx.ragged_paged_attention(**tensors))
+    assert_ragged(out, lse, map(frontend.array, caches), arguments)
+    for cache, old in zip(caches, before, strict=True):
+        assert_same_bits(margins(frontend, cache), old, "memory around the cache")
+
+
+@pytest.mark.frontends("lazy", "jax_jit")
+@FIXED
+@given(ragged=st.sampled_from(RAGGED_CASES), seed=seeds, changes=corruptions())
+def test_ragged_paged_attention(
+    frontend: Frontend, ragged: Ragged, seed: int, changes: list[tuple[int, int, int]]
+) -> None:
+    arguments = ragged_arguments(ragged, seed, changes)
+    out, lse, cache = frontend.ragged_paged_attention(**arguments)
+    assert lse is not None
+    assert_ragged(out, lse, caches_of({"kv_cache": cache}), arguments)
 
 
 def test_one_bad_sequence_leaves_the_others(frontend: Frontend, rng: np.random.Generator) -> None:

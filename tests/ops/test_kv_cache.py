@@ -20,7 +20,11 @@ FORMATS = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """One call. cache: "same" as dtype, "e4m3", "e5m2", or with "u8:" before it: as raw bytes."""
+    """One call.
+
+    dtype: of key and value; fp8 is copied. cache: "same" as dtype, "e4m3", "e5m2", or with "u8:" before it: as raw
+    bytes.
+    """
 
     dtype: str = "f32"
     cache: str = "same"
@@ -34,6 +38,7 @@ class Write:
     scale: str | None = None  # the shape: "()", "1" or "H"
     padding: float = 0.25  # the part of the slots that is negative
     slot_dtype: str = "i64"
+    v_dim: int | None = None  # of values, where it is another
 
     def __str__(self) -> str:
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -41,16 +46,16 @@ class Write:
 
 
 def arguments_of(rng: np.random.Generator, case: Write) -> dict[str, Any]:
-    shape = (case.tokens, case.heads, case.dim)
+    shape = (case.tokens, case.heads)
     dtype = DTYPES[case.dtype]
     cache_dtype = dtype if case.cache == "same" else DTYPES[case.cache.split(":")[0]]
-    caches = empty_caches(case.layout, case.blocks, case.page, case.heads, case.dim, cache_dtype)
+    caches = empty_caches(case.layout, case.blocks, case.page, case.heads, case.dim, cache_dtype, case.v_dim)
     slots = rng.permutation(case.blocks * case.page)[: case.tokens if case.slots is None else case.slots]
     slots[rng.random(len(slots)) < case.padding] = -1
     names = ("key_cache", "value_cache") if len(caches) == 2 else ("kv_cache",)
     arguments: dict[str, Any] = {
-        "key": normal(rng, shape, dtype),
-        "value": normal(rng, shape, dtype),
+        "key": normal(rng, (*shape, case.dim), dtype),
+        "value": normal(rng, (*shape, case.v_dim or case.dim), dtype),
         **dict(zip(names, caches, strict=True)),
         "slot_mapping": slots.astype({"i32": np.int32, "i64": np.int64}[case.slot_dtype]),
         "layout": case.layout,
@@ -103,6 +108,16 @@ CASES = [
     Write("f32", "u8:e4m3", heads=13, dim=46, scale="H"),
     Write("f16", heads=1, dim=1, page=1, blocks=64),
     Write("f32", heads=3, dim=7, page=17),
+    # fp8 keys are copied, whatever the scale is
+    Write("e4m3"),
+    Write("e5m2", "e5m2", scale="1", layout="HND"),
+    Write("e4m3", "u8:e4m3", scale="H", layout="interleaved"),
+    Write("e5m2", "u8:e5m2", layout="packed_HND", dim=7),
+    # head sizes of keys and values
+    Write("bf16", heads=2, dim=576, v_dim=512),
+    Write("f16", "u8:e5m2", scale="H", layout="HND", dim=192, v_dim=128),
+    Write("f32", "e4m3", scale="()", dim=1, v_dim=3),
+    Write("e4m3", "u8:e4m3", dim=40, v_dim=72),
 ]
 
 
@@ -145,10 +160,15 @@ def test_every_layout_and_format(
     frontend: Frontend, rng: np.random.Generator, layout: str, cache: str, dtype: str, dim: int, page: int
 ) -> None:
     scale = None if cache == "same" else str(rng.choice(["()", "1", "H"]))
+    v_dim = int(rng.choice([dim, dim, 1, 40, 130])) if layout in PAIR else None
     blocks = -(-24 // page) + 2
     heads, tokens = int(rng.integers(1, 6)), int(rng.integers(1, 20))
     slot_dtype = str(rng.choice(["i32", "i64"]))
-    case = Write(dtype, cache, layout, tokens, None, heads, dim, page, blocks, scale, slot_dtype=slot_dtype)
+    case = Write(
+        *(dtype, cache, layout, tokens, None, heads, dim, page, blocks, scale),
+        slot_dtype=slot_dtype,
+        v_dim=v_dim,
+    )
     check_write(frontend, arguments_of(rng, case))
 
 

@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.batches import Case, flash_attn_arguments, paged_attention_arguments
+from tests.batches import (
+    Case,
+    flash_attn_arguments,
+    paged_attention_arguments,
+    ragged_paged_attention_arguments,
+)
 from tests.frontends import TorchFrontend
 from tests.ops.test_kv_cache import Write, arguments_of
 
@@ -22,17 +27,29 @@ WRITES = [
     Write("f32", "u8:e5m2", layout="packed_HND", scale="1"),
     Write("bf16", layout="packed_NHD", slot_dtype="i32"),
     Write("bf16", layout="stacked"),
+    Write("f16", dim=40, v_dim=72),
 ]
 FLASH = [
     Case(BATCH),
     Case(BATCH, page=8, dtype="bf16", lse=False),
     Case(BATCH, used=True, alibi="H", sinks="f32", descale="SH", leftpad=True, pad_seqs=1),
     Case(BATCH, page=8, layout="HND", cache="u8:e5m2", dtype="f16", softcap=2.0, window=(3, -1)),
+    Case(BATCH, page=8, dim=40, v_dim=72),
+    Case(BATCH, dim=192, v_dim=128, dtype="bf16", lse=False),
 ]
 PAGED = [
-    Case(BATCH, page=8, layout="interleaved", pad_tokens=2),
+    Case(BATCH, page=8, layout="interleaved", pad_tokens=2, lse=False),
     Case(BATCH, page=8, layout="NHD", window=(4, 0), softcap=2.0, dtype="bf16"),
-    Case(BATCH, page=8, layout="packed_HND", cache="u8:e4m3", descale="H"),
+    Case(BATCH, page=8, layout="packed_HND", cache="u8:e4m3", descale="H", lse=False),
+    Case(BATCH, page=8, layout="stacked", causal=False, window=(4, 3), alibi="SH", sinks="f32"),
+    Case(BATCH, page=8, layout="HND", dim=40, v_dim=72),
+]
+# What the aliases have no argument for.
+NEWER = ("return_softmax_lse", "causal", "window_left", "window_right", "alibi_slopes", "s_aux")
+RAGGED = [
+    (Case(BATCH, page=8, layout="NHD", pad_tokens=2, lse=False), "same", None),
+    (Case(BATCH, page=8, layout="interleaved", cache="u8:e4m3", descale="H"), "bf16", "i64"),
+    (Case(BATCH, page=8, layout="HND", dim=40, v_dim=72, causal=False, sinks="f32"), "same", "short"),
 ]
 
 
@@ -41,9 +58,13 @@ def opcheck(frontend: TorchFrontend, op: Any, arguments: dict[str, Any]) -> None
     frontend.torch.library.opcheck(op, (), tensors)
 
 
-def raw_flash(arguments: dict[str, Any]) -> dict[str, Any]:
-    left, right = arguments.pop("window_size")
-    return arguments | {"window_left": left, "window_right": right}
+def raw_attention(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a raw op: window_size is two, a pair of caches too."""
+    if "window_size" in arguments:
+        arguments["window_left"], arguments["window_right"] = arguments.pop("window_size")
+    if isinstance(arguments.get("kv_cache"), tuple):
+        arguments["kv_cache"], arguments["value_cache"] = arguments["kv_cache"]
+    return arguments
 
 
 @pytest.mark.parametrize("case", WRITES, ids=str)
@@ -55,16 +76,42 @@ def test_writes(frontend: TorchFrontend, rng: np.random.Generator, case: Write) 
 
 @pytest.mark.parametrize("case", FLASH, ids=str)
 def test_flash_attn_varlen(frontend: TorchFrontend, rng: np.random.Generator, case: Case) -> None:
-    arguments = raw_flash(flash_attn_arguments(rng, case))
+    arguments = raw_attention(flash_attn_arguments(rng, case))
     opcheck(frontend, frontend.torch.ops.flashxla.flash_attn_varlen.default, arguments)
 
 
 @pytest.mark.parametrize("case", PAGED, ids=str)
 def test_paged_attention(frontend: TorchFrontend, rng: np.random.Generator, case: Case) -> None:
-    arguments = paged_attention_arguments(rng, case)
-    if isinstance(arguments["kv_cache"], tuple):
-        arguments["kv_cache"], arguments["value_cache"] = arguments["kv_cache"]
+    arguments = raw_attention(paged_attention_arguments(rng, case))
+    opcheck(frontend, frontend.torch.ops.flashxla.paged_attention_with_lse.default, arguments)
+
+
+@pytest.mark.parametrize("case", PAGED[:3], ids=str)
+def test_paged_attention_alias(frontend: TorchFrontend, rng: np.random.Generator, case: Case) -> None:
+    arguments = raw_attention(paged_attention_arguments(rng, case))
+    arguments = {name: value for name, value in arguments.items() if name not in NEWER}
     opcheck(frontend, frontend.torch.ops.flashxla.paged_attention.default, arguments)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_paged_attention_returns(frontend: TorchFrontend, rng: np.random.Generator, lse: bool) -> None:
+    """With an LSE, or an empty tensor in its place; the alias returns the output alone."""
+    ops = frontend.torch.ops.flashxla
+    arguments = raw_attention(paged_attention_arguments(rng, Case(BATCH, page=8, layout="stacked", lse=lse)))
+    tensors = {k: frontend.tensor(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    out, softmax_lse = ops.paged_attention_with_lse(**tensors)
+    assert tuple(softmax_lse.shape) == ((4, 14) if lse else (0,))
+    assert softmax_lse.dtype == frontend.torch.float32
+    alone = ops.paged_attention(**{name: x for name, x in tensors.items() if name not in NEWER})
+    assert frontend.torch.equal(alone, out)
+
+
+@pytest.mark.parametrize(("case", "new", "slots"), RAGGED, ids=str)
+def test_ragged_paged_attention(
+    frontend: TorchFrontend, rng: np.random.Generator, case: Case, new: str, slots: str | None
+) -> None:
+    arguments = raw_attention(ragged_paged_attention_arguments(rng, case, new, slots))
+    opcheck(frontend, frontend.torch.ops.flashxla.ragged_paged_attention.default, arguments)
 
 
 def test_merge_attn_states(frontend: TorchFrontend, rng: np.random.Generator) -> None:
@@ -88,7 +135,7 @@ def test_seed_flash_attn_varlen_op(
 
 def test_seed_paged_attention(frontend: TorchFrontend, rng: np.random.Generator) -> None:
     arguments = paged_attention_arguments(rng, PAGED[0])
-    for name in ("layout", "kv_cache_dtype"):
+    for name in ("layout", "kv_cache_dtype", "return_softmax_lse"):
         del arguments[name]
     opcheck(frontend, frontend.torch.ops.xla_gpu.paged_attention.default, arguments)
 
@@ -103,5 +150,7 @@ def test_every_operation_is_checked(frontend: TorchFrontend) -> None:
         "reshape_and_cache",
         "flash_attn_varlen",
         "paged_attention",
+        "paged_attention_with_lse",
+        "ragged_paged_attention",
         "merge_attn_states",
     }

@@ -7,7 +7,7 @@ import pytest
 
 from tests import reference
 from tests.batches import Arguments, Case, paged_attention_arguments
-from tests.checks import assert_attention
+from tests.checks import assert_attention, assert_same_bits
 from tests.frontends import Frontend
 
 MIXED = ((1, 33), (5, 18), (9, 9), (4, 4))
@@ -35,13 +35,27 @@ CASES = [
     Case(DECODE, layout="packed_NHD", page=16, heads=(2, 1), dim=256),
     Case(SPARSE, layout="interleaved", page=8, pad_seqs=2),
     Case(((1, 1),), layout="interleaved", page=1, heads=(1, 1), dim=1),
+    # sinks, masks of both sides, ALiBi
+    Case(MIXED, layout="interleaved", page=16, sinks="f32", pad_tokens=2, pad_seqs=1),
+    Case(MIXED, layout="packed_HND", page=16, dtype="bf16", causal=False, sinks="bf16"),
+    Case(MIXED, layout="packed_NHD", page=8, causal=False, window=(4, 3), lse=False),
+    Case(MIXED, layout="stacked", page=16, alibi="SH", window=(9, 2), pad_seqs=2),
+    Case(MIXED, layout="HND", page=8, dtype="f16", alibi="H", causal=False, window=(-1, 2)),
+    Case(MIXED, layout="NHD", page=17, sinks="f16", alibi="H", softcap=5.0, window=(7, 0), lse=False),
+    Case(MIXED, layout="interleaved", page=8, dtype="e4m3", cache="e4m3", descale="SH", causal=False),
+    Case(SPARSE, layout="stacked", page=8, sinks="bf16", causal=False),
+    # head sizes of keys and values
+    Case(MIXED, layout="NHD", page=16, heads=(4, 1), dim=576, v_dim=512, dtype="bf16"),
+    Case(MIXED, layout="HND", page=8, dim=192, v_dim=128, sinks="f32"),
+    Case(MIXED, layout="NHD", page=1, dim=1, v_dim=3),
+    Case(MIXED, layout="HND", page=17, dim=40, v_dim=72, cache="u8:e4m3", descale="H"),
+    Case(MIXED, layout="packed_NHD", page=8, dim=512, heads=(2, 1)),
 ]
 
 
 def check(frontend: Frontend, arguments: Arguments) -> None:
-    out = frontend.paged_attention(**arguments)
-    expected = reference.paged_attention_with_lse(**arguments)
-    assert_attention(out, None, expected, arguments["query"].dtype)
+    out, lse = frontend.paged_attention(**arguments)
+    assert_attention(out, lse, reference.paged_attention(**arguments), arguments["query"].dtype)
     start, seqs = arguments["query_start_loc"], int(arguments["num_seqs"][0])
     assert not out[start[seqs] :].astype(np.float32).any(), "padding tokens are not 0"
 
@@ -102,8 +116,47 @@ def test_scales_may_be_numbers(frontend: Frontend, rng: np.random.Generator) -> 
 def test_num_seqs_may_be_a_scalar_tensor(frontend: Frontend, rng: np.random.Generator) -> None:
     arguments = paged_attention_arguments(rng, CASES[0])
     expected = reference.paged_attention(**arguments)
-    out = frontend.paged_attention(**arguments | {"num_seqs": np.array(len(MIXED), np.int32)})
-    np.testing.assert_allclose(out, expected, atol=2e-5, rtol=2e-5)
+    out, lse = frontend.paged_attention(**arguments | {"num_seqs": np.array(len(MIXED), np.int32)})
+    assert_attention(out, lse, expected, arguments["query"].dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sliding_window_is_a_window_size(frontend: Frontend, rng: np.random.Generator, causal: bool) -> None:
+    """A query sees so many last keys: itself and those to its left; to its right what causal leaves it."""
+    arguments = paged_attention_arguments(rng, CASES[0])
+    out, lse = frontend.paged_attention(**arguments, sliding_window=4, causal=causal)
+    again, lse_again = frontend.paged_attention(**arguments, window_size=(3, -1), causal=causal)
+    expected = reference.paged_attention(**arguments, window_size=(3, -1), causal=causal)
+    assert_attention(out, lse, expected, arguments["query"].dtype)
+    assert lse is not None and lse_again is not None
+    assert_same_bits(again, out, "out")
+    assert_same_bits(lse_again, lse, "lse")
+
+
+@pytest.mark.frontends("torch", "jax")
+def test_it_is_flash_attn_varlen_func(frontend: Frontend, rng: np.random.Generator) -> None:
+    """The same call under both names, bit by bit."""
+    case = Case(
+        MIXED, page=16, dtype="bf16", sinks="f32", alibi="SH", causal=False, window=(9, 4), softcap=3.0
+    )
+    arguments = paged_attention_arguments(rng, case)
+    out, lse = frontend.paged_attention(**arguments)
+    k, v = arguments["kv_cache"]
+    names = {"cu_seqlens_q": "query_start_loc", "seqused_k": "context_lens", "block_table": "block_tables"}
+    shared = ("num_seqs", "s_aux", "alibi_slopes", "causal", "window_size", "return_softmax_lse")
+    again, lse_again = frontend.flash_attn_varlen_func(
+        q=arguments["query"],
+        k=k,
+        v=v,
+        max_seqlen_q=len(arguments["query"]),
+        max_seqlen_k=arguments["block_tables"].shape[1] * 16,
+        softcap=3.0,
+        **{name: arguments[given] for name, given in names.items()},
+        **{name: arguments[name] for name in shared},
+    )
+    assert lse is not None and lse_again is not None
+    assert_same_bits(again, out, "out")
+    assert_same_bits(lse_again, lse, "lse")
 
 
 def test_pair_means_nhd(frontend: Frontend, rng: np.random.Generator) -> None:
@@ -118,7 +171,7 @@ def test_write_then_attend(frontend: Frontend, rng: np.random.Generator) -> None
     case = Case(((3, 3), (1, 20)), layout="interleaved", page=8, heads=(4, 2), dtype="bf16")
     arguments = paged_attention_arguments(rng, case)
     cache = arguments["kv_cache"]
-    expected = reference.paged_attention_with_lse(**arguments)
+    expected = reference.paged_attention(**arguments)
     # Take the new tokens out of the cache and write them back through the op.
     slots = []
     for s, (len_q, len_k) in enumerate(case.lens):
@@ -134,5 +187,5 @@ def test_write_then_attend(frontend: Frontend, rng: np.random.Generator) -> None
     written = frontend.reshape_and_cache(
         key=key, value=value, kv_cache=cache, slot_mapping=slot_mapping, layout="interleaved"
     )
-    out = frontend.paged_attention(**arguments | {"kv_cache": written})
-    assert_attention(out, None, expected, cache.dtype)
+    out, lse = frontend.paged_attention(**arguments | {"kv_cache": written})
+    assert_attention(out, lse, expected, cache.dtype)

@@ -8,6 +8,7 @@ Each kind of call gets a share of --random-seconds, and says how many it made. A
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +17,15 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.batches import Arguments, Case, empty_caches, normal
+from tests.batches import Arguments, Case, caches_of, empty_caches, normal, ragged_paged_attention_arguments
 from tests.checks import DTYPES, LSE_TOLERANCE, TOLERANCE, assert_attention, assert_close, assert_same_bits
 from tests.frontends import TorchFrontend
 from tests.ops.engines import ONE_TENSOR, call_of, served_by
 
 Rng = np.random.Generator
 Lens = tuple[tuple[int, int], ...]
-LAYOUTS = ("NHD", "HND", *ONE_TENSOR)
+PAIRS = ("NHD", "HND")
+LAYOUTS = (*PAIRS, *ONE_TENSOR)
 FP8 = ("e4m3", "e5m2", "u8:e4m3", "u8:e5m2")
 SIXTEEN = ("bf16", "f16")
 
@@ -100,6 +102,14 @@ def float32(rng: Rng) -> dict[str, Any]:
     return {**base, "dtype": "f32", "cache": pick(rng, "same", "same", *FP8)}
 
 
+def apart(rng: Rng) -> dict[str, Any]:
+    """general: head sizes of keys and values apart, or larger than other engines take."""
+    dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), tuple(rng.integers(1, 513, 2)))
+    base = pick(rng, few, tile, float32)(rng)
+    group = min(base["group"], 8)
+    return {**base, "group": group, "lens": base["lens"][:8], "dim": dims[0], "v_dim": int(dims[1])}
+
+
 def anything(rng: Rng) -> dict[str, Any]:
     """Any sizes at all."""
     return {
@@ -107,6 +117,7 @@ def anything(rng: Rng) -> dict[str, Any]:
         "group": int(rng.integers(1, 5)),
         "dtype": pick(rng, "f32", *SIXTEEN),
         "dim": rng.integers(1, 257),
+        "v_dim": pick(rng, None, None, None, int(rng.integers(1, 257))),
     }
 
 
@@ -116,7 +127,9 @@ def case_of(rng: Rng, sizes: dict[str, Any]) -> Case:
     kv_heads = int(pick(rng, 1, 1, 2, 3))
     group = int(given.pop("group"))
     page = given.setdefault("page", pick(rng, None, 1, 2, 8, 16, 17, 32))
-    layout = pick(rng, *LAYOUTS) if page else "NHD"
+    v_dim = given.get("v_dim")
+    pair = page is None or (v_dim is not None and v_dim != given["dim"])
+    layout = pick(rng, *PAIRS, *(() if pair else ONE_TENSOR)) if page else "NHD"
     dtype = given["dtype"]
     common = {
         "heads": (kv_heads * group, kv_heads),
@@ -128,22 +141,15 @@ def case_of(rng: Rng, sizes: dict[str, Any]) -> Case:
         "scale": pick(rng, None, None, 1.5 * given["dim"] ** -0.5, -(given["dim"] ** -0.5)),
         "pad_tokens": pick(rng, 0, 3),
         "pad_seqs": pick(rng, None, 0, 2),
+        "causal": pick(rng, True, False),
+        "alibi": pick(rng, None, None, "H", "SH"),
+        "sinks": pick(rng, None, "f32", dtype if dtype in TOLERANCE else "bf16"),
+        "lse": pick(rng, True, True, False),
     }
-    if layout in ONE_TENSOR:  # what paged_attention takes
-        more = {"causal": True, "window": (common["window"][0], -1), "alibi": None}
-    else:
-        more = {
-            "causal": pick(rng, True, False),
-            "alibi": pick(rng, None, None, "H", "SH"),
-            "sinks": pick(rng, None, "f32", dtype if dtype in TOLERANCE else "bf16"),
-            "leftpad": pick(rng, True, False, False),
-            "used": pick(rng, True, False),
-            "lse": pick(rng, True, True, False),
-        }
-    given = {**common, **more, **given}
+    if layout not in ONE_TENSOR:  # what flash_attn_varlen_func alone has
+        common |= {"leftpad": pick(rng, True, False, False), "used": pick(rng, True, False)}
+    given = {**common, **given}
     given["dim"] = int(given["dim"])
-    if layout in ONE_TENSOR:
-        given["alibi"] = None
     return Case(**given)
 
 
@@ -155,36 +161,56 @@ def attend(frontend: TorchFrontend, rng: Rng, sizes: Callable[[Rng], dict[str, A
     poison(frontend, case)
     first = run(frontend, function, arguments)
     second = run(frontend, function, arguments)
-    if function == "paged_attention":
-        expected = reference.paged_attention_with_lse(**arguments)
-    else:
-        expected = reference.flash_attn_varlen_func(**arguments)
+    expected = getattr(reference, function)(**arguments)
     queries = arguments["query" if function == "paged_attention" else "q"]
-    assert_attention(first[0], first[1] if len(first) > 1 else None, expected, queries.dtype)
+    assert_attention(first[0], first[1], expected, queries.dtype)
     same(first, second)
     return " ".join(sorted(set(served_by(frontend, function, arguments) or ("unknown",))))
 
 
+def write_and_attend(frontend: TorchFrontend, rng: Rng) -> str:
+    """A random call of ragged_paged_attention; returns the engines that served it."""
+    sizes = pick(rng, few, wide, tile, fp8, float32, apart, anything)(rng)
+    case = case_of(rng, {**sizes, "page": sizes.get("page") or pick(rng, 1, 8, 16, 17)})
+    case = dataclasses.replace(case, leftpad=False, used=False, descale=pick(rng, None, "1", "H"))
+    quantized = case.cache != "same" or case.dtype in ("e4m3", "e5m2")
+    new = pick(rng, "same", "f32", *SIXTEEN) if quantized else "same"
+    slots = pick(rng, None, None, "i32", "i64", "short")
+    note(f"{case} new={new} slots={slots}")
+    arguments = ragged_paged_attention_arguments(rng, case, new, slots)
+    poison(frontend, case)
+    first, second = (run(frontend, "ragged_paged_attention", arguments) for _ in range(2))
+    out, lse, cache = reference.ragged_paged_attention(**arguments)
+    assert_attention(first[0], first[1], (out, lse), arguments["query"].dtype)
+    caches = [caches_of({"kv_cache": x}) for x in (first[2], second[2], cache)]
+    same(caches[0], caches[2])
+    same((*first[:2], *caches[0]), (*second[:2], *caches[1]))
+    return " ".join(sorted(set(served_by(frontend, "ragged_paged_attention", arguments) or ("unknown",))))
+
+
 def write(frontend: TorchFrontend, rng: Rng) -> str:
-    layout, dtype = pick(rng, *LAYOUTS), pick(rng, "f32", *SIXTEEN)
+    layout, dtype = pick(rng, *LAYOUTS), pick(rng, "f32", *SIXTEEN, "fp8")
     kv_cache_dtype = pick(rng, "auto", "auto", "fp8", "fp8_e4m3", "fp8_e5m2")
     heads, dim = int(rng.integers(1, 6)), int(pick(rng, 64, 128, rng.integers(1, 257)))
     blocks, page = int(rng.integers(1, 9)), int(pick(rng, 1, 8, 16, 17))
     tokens = int(rng.integers(0, min(blocks * page, 40), endpoint=True))
+    v_dim = int(rng.integers(1, 257)) if layout in PAIRS and pick(rng, True, False) else dim
     fp8 = {"fp8_e5m2": "e5m2"}.get(kv_cache_dtype, "e4m3")
+    dtype = fp8 if dtype == "fp8" else dtype  # copied
     stored = dtype if kv_cache_dtype == "auto" else pick(rng, fp8, "u8")
-    caches = empty_caches(layout, blocks, page, heads, dim, DTYPES[stored])
+    caches = empty_caches(layout, blocks, page, heads, dim, DTYPES[stored], v_dim)
     slots = rng.permutation(blocks * page)[:tokens].astype(pick(rng, np.int32, np.int64))
     slots[rng.random(tokens) < 0.1] = pick(rng, -1, blocks * page, np.iinfo(slots.dtype).max)
     names = ("key_cache", "value_cache") if len(caches) == 2 else ("kv_cache",)
+    rows = tokens + int(pick(rng, 0, 2))
     arguments: Arguments = {
-        **{n: normal(rng, (tokens + int(pick(rng, 0, 2)), heads, dim), DTYPES[dtype]) for n in ("key",)},
+        "key": normal(rng, (rows, heads, dim), DTYPES[dtype]),
+        "value": normal(rng, (rows, heads, v_dim), DTYPES[dtype]),
         **dict(zip(names, caches, strict=True)),
         "slot_mapping": slots,
         "kv_cache_dtype": kv_cache_dtype,
         "layout": layout,
     }
-    arguments["value"] = normal(rng, arguments["key"].shape, DTYPES[dtype])
     if kv_cache_dtype != "auto" and pick(rng, True, False):
         for name in ("k_scale", "v_scale"):
             shape = pick(rng, (1,), (heads,))
@@ -229,6 +255,8 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "fp8": (lambda f, rng: attend(f, rng, fp8), ("split", "tile")),
     "float32": (lambda f, rng: attend(f, rng, float32), ("simt",)),
     "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "split", "wide", "tile")),
+    "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),
+    "write_and_attend": (write_and_attend, ("simt", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
     "merge": (merge, ("merge_attn_states",)),
 }
@@ -257,7 +285,7 @@ def poison(frontend: TorchFrontend, case: Case) -> None:
     dtype = {"f32": "float32", "f16": "float16"}.get(case.dtype, "bfloat16")
     tokens = sum(len_q for len_q, _ in case.lens) + case.pad_tokens
     out = frontend.torch.empty(
-        (tokens, case.heads[0], case.dim),
+        (tokens, case.heads[0], case.dims[1]),
         dtype=getattr(frontend.torch, dtype),
         device=frontend.target_device(),
     )

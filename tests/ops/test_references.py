@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.batches import Case, flash_attn_arguments
+from tests.batches import Case, flash_attn_arguments, positions, ragged_paged_attention_arguments
 
 torch = pytest.importorskip("torch")
 
@@ -39,8 +39,9 @@ def _bottom_right_mask(len_q: int, len_k: int, left: int, right: int) -> torch.T
 
 @pytest.mark.parametrize("window", [(-1, -1), (4, -1), (-1, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_against_sdpa(rng: np.random.Generator, causal: bool, window: tuple[int, int]) -> None:
-    arguments = flash_attn_arguments(rng, Case(LENS, causal=causal, window=window))
+@pytest.mark.parametrize("v_dim", [64, 24])
+def test_against_sdpa(rng: np.random.Generator, causal: bool, window: tuple[int, int], v_dim: int) -> None:
+    arguments = flash_attn_arguments(rng, Case(LENS, causal=causal, window=window, v_dim=v_dim))
     out, _ = reference.flash_attn_varlen_func(**arguments)
     expected = []
     for q, k, v in _sequences(arguments):
@@ -105,6 +106,24 @@ def test_paged_is_dense(rng: np.random.Generator) -> None:
     arguments["cu_seqlens_k"] = np.cumsum([0, *lengths]).astype(np.int32)
     for a, b in zip(paged, reference.flash_attn_varlen_func(**arguments), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_write_and_attend_is_attention_over_the_whole_cache(rng: np.random.Generator) -> None:
+    """A cache without its last tokens, and those, are the cache with them."""
+    case = Case(((2, 5), (4, 16), (1, 17), (3, 2)), page=8, v_dim=24, pad_tokens=2, sinks="f32")
+    arguments = ragged_paged_attention_arguments(rng, case)
+    whole = tuple(cache.copy() for cache in arguments["kv_cache"])
+    for token, block, offset in positions(case, arguments):
+        for cache, new in zip(whole, ("key", "value"), strict=True):
+            cache[block, offset] = arguments[new][token]
+    out, lse, cache = reference.ragged_paged_attention(**arguments)
+    np.testing.assert_array_equal(cache[0], whole[0])
+    np.testing.assert_array_equal(cache[1], whole[1])
+    rest = {name: x for name, x in arguments.items() if name not in ("key", "value")}
+    expected_out, expected_lse = reference.paged_attention(**rest | {"kv_cache": whole})
+    np.testing.assert_array_equal(out, expected_out)
+    np.testing.assert_array_equal(lse, expected_lse)
+    assert np.isfinite(out).all()
 
 
 def test_merge_is_attention_over_both_parts(rng: np.random.Generator) -> None:

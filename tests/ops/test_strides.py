@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.batches import Arguments, Case, flash_attn_arguments, normal, paged_attention_arguments
+from tests.batches import (
+    Arguments,
+    Case,
+    caches_of,
+    flash_attn_arguments,
+    normal,
+    paged_attention_arguments,
+    ragged_paged_attention_arguments,
+)
 from tests.checks import DTYPES, assert_attention, assert_same_bits
-from tests.frontends import TorchFrontend
+from tests.frontends import TorchFrontend, map_arrays
 
 pytestmark = pytest.mark.frontends("torch")
 
@@ -99,12 +107,12 @@ def test_write_into_view(
     frontend: TorchFrontend, rng: np.random.Generator, view: str, layout: str, cache: str
 ) -> None:
     dtype = DTYPES["bf16" if cache == "u8" else cache]
-    key, value = (normal(rng, (9, 3, 24), dtype) for _ in "kv")
-    shape = (4, 8, 3, 24) if layout == "NHD" else (4, 3, 8, 24)
-    zeros = np.zeros(shape, DTYPES[cache])
+    key, value = (normal(rng, (9, 3, dim), dtype) for dim in (24, 10))
+    pages = (4, 8, 3) if layout == "NHD" else (4, 3, 8)
+    zeros = [np.zeros((*pages, dim), DTYPES[cache]) for dim in (24, 10)]
     slots = rng.permutation(32)[:9].astype(np.int64)
     slots[2] = -1
-    caches = [VIEWS[view](frontend, frontend.tensor(zeros)) for _ in "kv"]
+    caches = [VIEWS[view](frontend, frontend.tensor(array)) for array in zeros]
     before = [base_of(frontend, c) for c in caches]
     kv_cache_dtype = "fp8_e4m3" if cache == "u8" else "auto"
     frontend.fx.reshape_and_cache_flash(
@@ -115,11 +123,11 @@ def test_write_into_view(
         layout=layout,
     )
     expected = reference.reshape_and_cache_flash(
-        key, value, zeros, zeros, slots, kv_cache_dtype, layout=layout
+        key, value, zeros[0], zeros[1], slots, kv_cache_dtype, layout=layout
     )
-    for tensor, wanted, old in zip(caches, expected, before, strict=True):
+    for tensor, empty, wanted, old in zip(caches, zeros, expected, before, strict=True):
         assert_same_bits(frontend.array(tensor), wanted, "cache")
-        tensor.copy_(frontend.tensor(zeros))
+        tensor.copy_(frontend.tensor(empty))
         assert_same_bits(base_of(frontend, tensor), old, "memory around the view")
 
 
@@ -182,20 +190,35 @@ def attend(frontend: TorchFrontend, arguments: Arguments, views: dict[str, Any])
     assert_attention(frontend.array(out), frontend.array(lse), expected, arguments["q"].dtype)
 
 
+# Head sizes of keys and values: multiples of 16 bytes, apart, and odd.
+DIMS = [(64, 64), (192, 128), (1, 3), (40, 71)]
+
+
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("view", VIEWS_3D)
-def test_dense_attention(frontend: TorchFrontend, rng: np.random.Generator, view: str, dtype: str) -> None:
-    arguments = flash_attn_arguments(rng, Case(((1, 20), (5, 9)), dtype=dtype, pad_tokens=2))
+def test_dense_attention(
+    frontend: TorchFrontend, rng: np.random.Generator, view: str, dims: tuple[int, int], dtype: str
+) -> None:
+    case = Case(((1, 20), (5, 9)), dim=dims[0], v_dim=dims[1], dtype=dtype, pad_tokens=2)
+    arguments = flash_attn_arguments(rng, case)
     attend(frontend, arguments, dict.fromkeys("qkv", VIEWS_3D[view]))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("view", VIEWS)
 def test_paged_attention_over_views(
-    frontend: TorchFrontend, rng: np.random.Generator, view: str, layout: str, dtype: str
+    frontend: TorchFrontend,
+    rng: np.random.Generator,
+    view: str,
+    dims: tuple[int, int],
+    layout: str,
+    dtype: str,
 ) -> None:
-    arguments = flash_attn_arguments(rng, Case(((1, 20), (5, 9)), dtype=dtype, page=8, layout=layout))
+    case = Case(((1, 20), (5, 9)), dim=dims[0], v_dim=dims[1], dtype=dtype, page=8, layout=layout)
+    arguments = flash_attn_arguments(rng, case)
     attend(frontend, arguments, dict.fromkeys("kv", VIEWS[view]))
 
 
@@ -264,8 +287,47 @@ def test_ragged_attention_over_views(
     tensors = {k: frontend.tensor(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
     tensors["kv_cache"] = VIEWS[view](frontend, tensors["kv_cache"])
     tensors["query"] = every_other(2)(frontend, tensors["query"])
-    out = frontend.array(frontend.fx.paged_attention(**tensors))
-    np.testing.assert_allclose(out, reference.paged_attention(**arguments), atol=2e-5, rtol=2e-5)
+    out, lse = map(frontend.array, frontend.fx.paged_attention(**tensors))
+    assert_attention(out, lse, reference.paged_attention(**arguments), arguments["query"].dtype)
+
+
+@pytest.mark.parametrize("cache", ["same", "u8:e4m3"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved", "packed_HND", "packed_NHD", "stacked"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_write_and_attend_over_views(
+    frontend: TorchFrontend, rng: np.random.Generator, view: str, layout: str, cache: str
+) -> None:
+    """Caches, new keys and queries that are views; the memory around the caches stays."""
+    v_dim = 40 if layout in ("NHD", "HND") else None
+    case = Case(((1, 20), (5, 9)), page=8, layout=layout, cache=cache, dim=24, v_dim=v_dim, pad_tokens=2)
+    arguments = ragged_paged_attention_arguments(rng, case, "f32", "i64" if view == "more_heads" else None)
+    tensors = {name: map_arrays(frontend.tensor, value) for name, value in arguments.items()}
+    held = [VIEWS[view](frontend, tensor) for tensor in caches_of(tensors)]
+    before = [base_of(frontend, tensor) for tensor in held]
+    tensors["kv_cache"] = tuple(held) if len(held) == 2 else held[0]
+    tensors["query"] = every_other(2)(frontend, tensors["query"])
+    tensors["key"] = transposed(0, 2)(frontend, tensors["key"])
+    tensors["value"] = wider(1)(frontend, tensors["value"])
+    if "slot_mapping" in tensors:
+        tensors["slot_mapping"] = every_other(0)(frontend, tensors["slot_mapping"])
+    out, lse = map(frontend.array, frontend.fx.ragged_paged_attention(**tensors))
+    expected_out, expected_lse, new = reference.ragged_paged_attention(**arguments)
+    assert_attention(out, lse, (expected_out, expected_lse), arguments["query"].dtype)
+    for tensor, given, wanted, old in zip(
+        held, caches_of(arguments), caches_of({"kv_cache": new}), before, strict=True
+    ):
+        assert_same_bits(frontend.array(tensor), wanted, "cache")
+        tensor.copy_(frontend.tensor(given))
+        assert_same_bits(base_of(frontend, tensor), old, "memory around the view")
+
+
+def test_keys_and_values_are_views_of_one_tensor(frontend: TorchFrontend, rng: np.random.Generator) -> None:
+    """Head sizes apart in one page, as multi-head latent attention has them: values are a part of the keys."""
+    case = Case(((1, 20), (5, 9)), heads=(4, 1), dim=72, v_dim=64, page=8)
+    arguments = flash_attn_arguments(rng, case)
+    arguments["v"] = np.ascontiguousarray(arguments["k"][..., :64])
+    whole = frontend.tensor(arguments["k"])
+    attend(frontend, arguments, {"k": lambda _, __: whole, "v": lambda _, __: whole[..., :64]})
 
 
 def test_merge_of_views(frontend: TorchFrontend, rng: np.random.Generator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -42,6 +43,24 @@ def layers(query: jax.Array, caches: list) -> tuple[jax.Array, list]:
     return query, new
 
 
+def fused(query: jax.Array, caches: list, slots: jax.Array | None = None) -> tuple[jax.Array, list]:
+    """The layers with one call each."""
+    new = []
+    for cache in caches:
+        key = query[:, :H] + KEY
+        query, cache = fx.ragged_paged_attention(query, key, KEY, cache, *META, D**-0.5, slot_mapping=slots)
+        new.append(cache)
+    return query, new
+
+
+def fused_loop(query: jax.Array, caches: list) -> tuple[jax.Array, list]:
+    return jax.lax.fori_loop(0, 5, lambda _, state: fused(*state), (query, caches))
+
+
+def one_tensor_caches() -> list:
+    return [jnp.zeros((P, B, 2 * H, D)) for _ in range(L)]
+
+
 def caches() -> list:
     return [(jnp.zeros((P, B, H, D)), jnp.zeros((P, B, H, D))) for _ in range(L)]
 
@@ -66,7 +85,13 @@ def pool() -> tuple:
     return jnp.zeros((L * P, B, H, D)), jnp.zeros((L * P, B, H, D))
 
 
-@pytest.mark.parametrize(("function", "make"), [(layers, caches), (loop, caches), (scan, pool)])
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        *((layers, caches), (loop, caches), (scan, pool)),
+        *((fused, caches), (fused, one_tensor_caches), (fused_loop, caches)),
+    ],
+)
 def test_donated_caches_are_never_copied(function: Any, make: Any) -> None:
     held = make()
     compiled = jax.jit(function, donate_argnums=1).lower(QUERY, held).compile()
@@ -78,6 +103,24 @@ def test_donated_caches_are_never_copied(function: Any, make: Any) -> None:
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(held)] == before
 
 
+@pytest.mark.parametrize(("make", "aliased"), [(caches, 2), (one_tensor_caches, 1)])
+def test_write_and_attend_is_one_aliased_call(make: Any, aliased: int) -> None:
+    text = jax.jit(fused, donate_argnums=1).lower(QUERY, make()).compile().as_text()
+    calls = [line for line in text.splitlines() if 'custom_call_target="flashxla_attention"' in line]
+    assert len(calls) == L and "flashxla_kv_cache" not in text
+    for call in calls:
+        aliases = call.partition("output_to_operand_aliasing=")[2]
+        assert len(re.findall(r"\{\d+\}: \(\d+, \{\}\)", aliases)) == aliased, call
+
+
+def test_write_and_attend_equals_layers() -> None:
+    out, new = layers(QUERY, caches())
+    fused_out, fused_new = fused(QUERY, caches(), SLOTS)
+    np.testing.assert_array_equal(fused_out, out)
+    for x, y in zip(jax.tree.leaves(fused_new), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_scan_equals_layers() -> None:
     out, new = layers(QUERY, caches())
     scanned, (k, v) = scan(QUERY, pool())
@@ -86,9 +129,10 @@ def test_scan_equals_layers() -> None:
     np.testing.assert_array_equal(v, jnp.concatenate([v for _, v in new]))
 
 
-def test_without_donation_the_argument_is_left_alone() -> None:
+@pytest.mark.parametrize("function", [layers, fused])
+def test_without_donation_the_argument_is_left_alone(function: Any) -> None:
     held = caches()
-    jax.jit(layers)(QUERY, held)
+    jax.jit(function)(QUERY, held)
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(held))
 
 
@@ -112,6 +156,22 @@ def test_vmap() -> None:
         return fx.flash_attn_varlen_func(q, q[:, :2], q[:, 2:], 5, starts, 5, starts, causal=True)
 
     np.testing.assert_array_equal(jax.vmap(attend)(q), jnp.stack([attend(x) for x in q]))
+
+
+def test_vmap_of_write_and_attend() -> None:
+    """Each with a cache of its own, and the cache that all start from."""
+    query = jnp.stack([QUERY, 2 * QUERY, -QUERY])
+    pools = tuple(
+        jnp.asarray(np.random.default_rng(n).standard_normal((3, P, B, H, D), np.float32)) for n in (0, 1)
+    )
+
+    def step(query: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return fx.ragged_paged_attention(query, query[:, :H], KEY, (k, v), *META, D**-0.5)
+
+    for axes, k, v in ((0, *pools), (None, pools[0][0], pools[1][0])):
+        got = jax.vmap(step, in_axes=(0, axes, axes))(query, k, v)
+        each = [step(x, *((k[i], v[i]) if axes == 0 else (k, v))) for i, x in enumerate(query)]
+        jax.tree.map(np.testing.assert_array_equal, got, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
 def test_shard_map_over_heads(request: pytest.FixtureRequest) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +17,7 @@ torch = pytest.importorskip("torch")
 torch_xla = pytest.importorskip("torch_xla")
 
 import flashxla.torch as fx  # noqa: E402
+from flashxla.doctor import hlo  # noqa: E402
 
 P, B, H, D = 32, 8, 2, 32
 CACHE = (P, B, H, D)
@@ -96,6 +103,56 @@ def test_one_tensor_for_keys_and_values(compile_step: Callable) -> None:
 
     key, x, slots = on_xla(torch.randn(4, H, D), torch.randn(4, 2 * H, D), SLOTS)
     assert_stay(held, compile_step(step), held, key, x, slots, metadata())
+
+
+@pytest.mark.parametrize("slots", [False, True], ids=["by table", "slot_mapping"])
+def test_write_and_attend(compile_step: Callable, slots: bool) -> None:
+    """One call a layer, with caches that are pairs and one that is one tensor, in any order."""
+    v0, k0, k1, v1 = caches(4)
+    (one,) = caches(1, (P, B, 2 * H, D))
+
+    def step(v0: Any, k0: Any, one: Any, k1: Any, v1: Any, x: Any, slots: Any, meta: Any) -> Any:
+        mapping = {} if slots is None else {"slot_mapping": slots}
+        for cache in ((k1, v1), one, (k0, v0)):
+            x = fx.ragged_paged_attention(x, x[:, :H], x[:, H:], cache, *meta, D**-0.5, **mapping)
+        return x
+
+    held = (v0, k0, one, k1, v1)
+    x, mapping = on_xla(torch.randn(4, 2 * H, D), SLOTS)
+    assert_stay(held, compile_step(step), *held, x, mapping if slots else None, metadata())
+    assert all(cache.cpu().abs().sum() > 0 for cache in held)
+
+
+def test_write_and_attend_is_one_aliased_call(tmp_path: Path) -> None:
+    """In the optimized programs of both routes: no other call, no copy of a cache, and right results."""
+    from tests.xla import write_and_attend_steps as steps
+
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
+    command = [sys.executable, "-m", "tests.xla.write_and_attend_steps"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    programs = [p for p in hlo.dumped_programs(tmp_path) if "flashxla_attention" in p.targets()]
+    for route, blocks in steps.BLOCKS.items():
+        assert found[route]["stay"] and found[route]["same_caches"] and found[route]["error"] < 1e-5, found
+        cache = rf"f32\[{blocks},{steps.B},{steps.H},{steps.D}\]"
+        mine = [p for p in programs if re.search(cache, p.text)]
+        assert len(mine) == 1, [p.name for p in programs]
+        (program,) = mine
+        # On a GPU the layers have plans beside, one for each of their different caches.
+        calls = [t for t in program.targets() if t.startswith("flashxla") and not t.endswith("_plan")]
+        assert calls == ["flashxla_attention"] * 2
+        assert program.copies(at_least=blocks * steps.B * steps.H * steps.D * 4) == []
+        assert sorted(map(len, hlo_aliases(program))) == [1, 2]
+
+
+def hlo_aliases(program: hlo.Program) -> list[list[str]]:
+    """Of each custom call of attention the results that are operands updated in place."""
+    calls = [line for line in program.text.splitlines() if 'target="flashxla_attention"' in line]
+    return [
+        re.findall(r"\{\d+\}: \(\d+, \{\}\)", call.partition("output_to_operand_aliasing=")[2])
+        for call in calls
+    ]
 
 
 def test_caches_held_by_a_module(compile_step: Callable) -> None:
@@ -184,6 +241,22 @@ def test_views_of_a_stacked_cache_are_written(compile_step: Callable) -> None:
     assert torch.equal(written, torch.stack((key.cpu()[:3], value.cpu()[:3])))
 
 
+def test_write_and_attend_on_views_of_a_stacked_cache(compile_step: Callable) -> None:
+    """K and V as slices: their base is updated, and attention sees what was written."""
+    (stacked,) = caches(1, (2, *CACHE))
+    x, *meta = on_xla(torch.randn(4, 2 * H, D), *(t.cpu() for t in metadata()))
+
+    def step(cache: Any, x: Any, meta: Any) -> Any:
+        pair = (cache[0], cache[1])
+        return fx.ragged_paged_attention(x, x[:, :H], x[:, H:], pair, *meta, D**-0.5)
+
+    out = compile_step(step)(stacked, x, meta).cpu()
+    plain = torch.zeros(2, *CACHE)
+    expected = step(plain, x.cpu(), [t.cpu() for t in meta])
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(stacked.cpu(), plain)
+
+
 def test_the_raw_op_needs_no_help(compile_step: Callable) -> None:
     """No allow_in_graph, no dynamo_set_buffer_donor_: the annotated op itself, as vLLM calls it."""
     k, v = caches(2)
@@ -196,6 +269,19 @@ def test_the_raw_op_needs_no_help(compile_step: Callable) -> None:
     schema = str(torch.ops.flashxla.reshape_and_cache_flash.default._schema)
     assert "Tensor(a!) key_cache" in schema and "Tensor(b!) value_cache" in schema
     assert_stay([k, v], compile_step(step), k, v, key, slots)
+
+
+def test_the_raw_write_and_attend_needs_no_help(compile_step: Callable) -> None:
+    k, v = caches(2)
+    (x,) = on_xla(torch.randn(4, 2 * H, D))
+
+    def step(k: Any, v: Any, x: Any, meta: Any) -> Any:
+        op = torch.ops.flashxla.ragged_paged_attention
+        return op(x, x[:, :H], x[:, H:], k, *meta, D**-0.5, value_cache=v, layout="NHD")[0]
+
+    schema = str(torch.ops.flashxla.ragged_paged_attention.default._schema)
+    assert "Tensor(a!) kv_cache" in schema and "Tensor(b!)? value_cache=None" in schema
+    assert_stay([k, v], compile_step(step), k, v, x, metadata())
 
 
 def test_calls_that_differ_only_in_attributes_are_different_programs() -> None:

@@ -16,19 +16,26 @@ struct Type {
   using type = T;
 };
 
-inline bool IsFp8(int64_t dtype) { return dtype == FLASHXLA_F8E4M3 || dtype == FLASHXLA_F8E5M2; }
+// The largest head size of every engine but the general one.
+constexpr int kMaxUsualHeadSize = 256;
 
-// Calls body(Type<T>, integral_constant<int, kDims>, bool_constant<kFp8>): T computes (the dtype of
-// 16-bit outputs), kDims is the head size rounded up.
+// The head size of the instance that serves a head size.
+inline int DimsBucket(int64_t head_size) {
+  return head_size <= 64 ? 64 : head_size <= 128 ? 128 : kMaxUsualHeadSize;
+}
+
+// Calls body(Type<T>, integral_constant<int, kDims>, bool_constant<kFp8>). T is the dtype of 16-bit
+// outputs, kDims the head size's DimsBucket.
 template <typename Body>
 void WithInstance(int64_t out_dtype, int64_t head_size, bool fp8, Body&& body) {
   auto with_dims = [&](auto t, auto is_fp8) {
-    if (head_size <= 64) {
-      body(t, std::integral_constant<int, 64>{}, is_fp8);
-    } else if (head_size <= 128) {
-      body(t, std::integral_constant<int, 128>{}, is_fp8);
-    } else {
-      body(t, std::integral_constant<int, 256>{}, is_fp8);
+    switch (DimsBucket(head_size)) {
+      case 64:
+        return body(t, std::integral_constant<int, 64>{}, is_fp8);
+      case 128:
+        return body(t, std::integral_constant<int, 128>{}, is_fp8);
+      default:
+        return body(t, std::integral_constant<int, kMaxUsualHeadSize>{}, is_fp8);
     }
   };
   auto with_keys = [&](auto t) {

@@ -10,13 +10,13 @@
 
 namespace flashxla::attention {
 
-// Two fp8 numbers (low byte first), exactly.
+// Converts two fp8 numbers, low byte first; exact.
 __device__ inline float2 DecodeFp8x2(uint16_t bits, bool e5m2) {
   const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(bits, e5m2 ? __NV_E5M2 : __NV_E4M3);
   return __half22float2(__half2(raw));
 }
 
-// Four fp8 numbers to two pairs of halves, exactly.
+// Converts four fp8 numbers to two pairs of halves; exact.
 template <bool kE5m2>
 __device__ inline void WidenFp8x4(uint32_t bytes, uint32_t* low, uint32_t* high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

@@ -1,4 +1,4 @@
-// The engines of attention on NVIDIA GPUs, and the one table that says which serves what.
+// The attention engines for NVIDIA GPUs, and the choice of engines for a call.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_ENGINES_H_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_ENGINES_H_
 
@@ -10,29 +10,58 @@
 
 namespace flashxla::attention {
 
-// What serves a call, from static facts alone.
-struct Choice {
-  int64_t engines;     // EngineBits, and the blocks of kSplit
-  const char* reason;  // why not kWide; empty if it is used
+// What is known about a call without reading its index tensors.
+struct Facts {
+  Problem problem;  // without a plan
+  int64_t num_sequences;
+  int64_t max_queries;  // per sequence
+  int64_t capacity;     // the most keys that a sequence can have
 };
-Choice ChooseEngines(const flashxla_attention_args& args);  // of sound sizes
 
-// Whether kWide can serve a call that has what kTile's tensor cores need; if not, why.
-const char* WhyNotWide(const Problem& problem);
+// The arguments must have passed CheckAttentionArguments. With `aligned`, assumes aligned addresses
+// instead of reading them: for a plan, which is made before the addresses are known.
+Facts FactsOf(const flashxla_attention_args& args, bool aligned);
 
-// Blocks of kSplit for each KV head.
-int SplitBlocks(int64_t head_size, int num_kv_heads);
-int64_t SplitSharedBytes(int64_t head_size, bool fp8);
+struct Engine {
+  const char* name;
+  const char* description;
+  Role role;
+  // Why the engine cannot serve a call; "" if it can.
+  const char* (*why_not)(const Facts& facts);
+  int64_t (*workspace_bytes)(const Problem& problem);  // null: it needs none
+  // Computes what the plan lists for the engine's role, which may be nothing.
+  flashxla_status (*launch)(const Problem& problem, void* workspace, cudaStream_t stream);
+};
 
-// Each launches the work that the plan lists for it; nothing for an empty list. They write the rows
-// of their sequences (kSplit: those that it does not share out; LaunchFinish merges the others).
-void LaunchPlan(const flashxla_attention_plan_args& args, cudaStream_t stream);
-void LaunchSplit(const Problem& problem, int64_t engines, float* workspace, cudaStream_t stream);
-void LaunchTile(const Problem& problem, cudaStream_t stream);  // tensor cores
-void LaunchSimt(const Problem& problem, cudaStream_t stream);  // CUDA cores: f32 queries
-bool LaunchWide(const Problem& problem, cudaStream_t stream);  // false: a tensor map is refused
-// Merges what LaunchSplit shared out, and writes the rows outside every sequence: 0, LSE -inf.
-void LaunchFinish(const Problem& problem, int64_t engines, float* workspace, cudaStream_t stream);
+extern const Engine kSplitEngine, kWideEngine, kTileEngine, kSimtEngine, kGeneralEngine;
+
+// Why only the general engine can serve a call; "" if others can.
+const char* WhyOnlyGeneral(const Problem& problem);
+// Why tensor cores cannot serve a call; "" if they can. Their 16-bit products are exact enough for
+// queries of at most 16 bits.
+const char* WhyNoTensorCores(const Problem& problem);
+
+// How many thread blocks the engine for few queries has for each KV head.
+int NumFewBlocks(const Problem& problem);
+
+// The engines that serve a call.
+struct Choice {
+  const Engine* engines[kNumRoles];  // null: kRest's engine takes this role too
+  const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
+  bool all_few;                      // every sequence has few queries
+  int num_few_blocks;
+
+  const Engine& Of(Role role) const { return *engines[engines[role] ? role : kRest]; }
+};
+
+Choice ChooseEngines(const Facts& facts);
+
+// Lists the chosen engines as the kernels that serve the call.
+void AddKernels(const Choice& choice, flashxla_needs* needs);
+
+// Runs after the engines: combines the partial results of the split engine, and writes the rows
+// that no engine computes.
+void LaunchCombine(const Problem& problem, void* workspace, cudaStream_t stream);
 
 }  // namespace flashxla::attention
 

@@ -1,6 +1,5 @@
-// Hopper's building blocks: warpgroup matrix instructions, the bulk tensor copy engine (TMA), and
-// the barriers between them. Only sm_90a has them; elsewhere the functions are empty and never
-// called.
+// Hopper's building blocks: warpgroup matrix instructions (wgmma), bulk tensor copies (TMA), and
+// the barriers between them. They are defined for sm_90a only, where FLASHXLA_HOPPER is.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_HOPPER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_HOPPER_CUH_
 
@@ -16,9 +15,11 @@
 
 namespace flashxla::attention {
 
+constexpr int kWarpgroupThreads = 128;
+
 #if defined(FLASHXLA_HOPPER)
 
-// Barriers in shared memory.
+// Barriers in shared memory (mbarrier).
 
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -75,7 +76,7 @@ __device__ inline void LoadBox4(uint32_t to, const CUtensorMap* map, uint32_t ba
       : "memory");
 }
 
-// Registers of this warpgroup.
+// Moves registers between warpgroups: sets how many each thread of this one has.
 template <int kCount>
 __device__ inline void RaiseRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -85,8 +86,8 @@ __device__ inline void LowerRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Warpgroup matrix instructions. Operands in shared memory lie in rows of 128 bytes with TMA's
-// 128-byte swizzle, in groups of 8 rows (1024 bytes).
+// Warpgroup matrix instructions (wgmma). Operands in shared memory have rows of 128 bytes with
+// TMA's 128-byte swizzle, in groups of 8 rows (1024 bytes).
 
 __device__ inline void FenceMatrix() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void CommitMatrix() {
@@ -97,23 +98,23 @@ __device__ inline void WaitMatrix() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Registers that matrix instructions have just finished with: the compiler, which takes them for
-// finished at once, must not use them earlier.
+// To be called when matrix instructions have finished with these registers. The compiler assumes
+// that an instruction finishes at once; this keeps it from using them before this point.
 template <int kCount>
 __device__ inline void Pin(float (&c)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// stride: bytes between neighbouring blocks of 64 columns; only operands whose rows are the
-// contraction (values) have several.
+// stride: bytes between neighbouring blocks of 64 columns. Only values have several blocks, since
+// their rows, not their columns, are summed over.
 __device__ inline uint64_t MatrixDescriptor(uint32_t address, uint32_t stride) {
   return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{stride >> 4} << 16 |
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// Scores: c[64 x kColumns] = or += a[64 x 16] b[kColumns x 16]^T, a from shared memory or
-// registers. Values: c[64 x kColumns] += a[64 x 16] b[16 x kColumns], a from registers.
+// Scores: c[64 x kColumns] = or += a[64 x 16] b[kColumns x 16]^T, with a in shared memory or
+// registers. Values: c[64 x kColumns] += a[64 x 16] b[16 x kColumns], with a in registers.
 template <typename T, int kColumns>
 struct Matrix;
 template <>

@@ -1,22 +1,22 @@
-// A warp brings 16 keys and their values into shared memory, for warp-wide matrix instructions.
+// A warp loads 16 keys and their values into shared memory, for warp-wide matrix instructions.
 //
-// A slice is 16 rows of kDims elements, in columns of 128 bytes, one behind the other (16 rows
-// each). Row r of a column keeps its chunk c of 16 bytes at place c ^ (r % 8), so that neither the
-// copies nor the matrix loads meet bank conflicts; TMA's 128-byte swizzle is the same. fp8 arrives
-// in a slice of bytes and is widened from there.
+// A slice is 16 rows of kDims elements. It is stored as columns of 128 bytes, one column (16 rows)
+// after the other. Within a column, the 16-byte chunk c of row r is at place c ^ (r % 8): this is
+// TMA's 128-byte swizzle, and copies and matrix loads have no bank conflicts. fp8 is loaded into a
+// slice of bytes and widened to f16 from there.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_KEY_LOADER_CUH_
 
 #include "cuda/attention/dtypes.cuh"
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/problem.cuh"
+#include "cuda/attention/warp.cuh"
 
 namespace flashxla::attention {
 
 constexpr int kSliceKeys = 16;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Byte offset of a chunk in a slice of `chunks` chunks a row.
+// Byte offset of a chunk in a slice with kChunks chunks per row.
 template <int kChunks>
 __device__ inline int ChunkOffset(int row, int chunk) {
   if constexpr (kChunks < 8) return (row * kChunks + (chunk ^ (row % kChunks))) * 16;
@@ -26,13 +26,13 @@ __device__ inline int ChunkOffset(int row, int chunk) {
 template <int kDims>
 constexpr int kSliceBytes = kSliceKeys * kDims * 2;
 
-// Where a warp's next 16 keys lie: lane l knows key l % 16. Looked up one step before the copies
-// start, for a table entry takes a while to come: Find asks for it, Resolve looks at it.
+// Where a warp's next 16 keys lie; lane l holds key l % 16. Find starts to load the block table's
+// entries one step before the copies start, to hide the latency; Resolve uses them.
 struct KeyPlaces {
   int block, token;
-  bool inside, seen;  // there is such a key; it is not behind leftpad_k
-  bool there;         // it has a sound table entry, too
-  uint32_t mask;      // which of the 16 exist and are seen
+  bool inside, seen;  // it is before the last key; it is not left padding (leftpad_k)
+  bool there;         // it is inside, and its table entry is sound
+  uint32_t mask;      // which of the 16 are there and seen
 
   __device__ static KeyPlaces None() { return {0, 0, false, false, false, 0}; }
 
@@ -43,19 +43,17 @@ struct KeyPlaces {
     places.inside = j < s.num_keys;
     places.seen = j >= s.first_key;
     places.token = s.key_row + j;
-    if (p.block_table != nullptr) {
-      const int page = p.block_shift >= 0 ? j >> p.block_shift : j / p.block_size;
-      places.token = j - page * p.block_size;
-      if (places.inside) {
-        places.block = p.block_table[index * p.table_stride_sequence + page * p.table_stride_page];
-      }
+    if (p.block_table.data != nullptr) {
+      const int page = p.block_shift >= 0 ? j >> p.block_shift : j / p.block_table.block_size;
+      places.token = j - page * p.block_table.block_size;
+      if (places.inside) places.block = Entry(p.block_table, index, page);
     }
     return places;
   }
 
-  // All lanes of the warp call it.
+  // All lanes of the warp must call this.
   __device__ void Resolve(const Problem& p) {
-    there = inside && block >= 0 && block < p.num_blocks;
+    there = inside && IsSound(p.block_table, block);
     if (!there) block = token = 0;
     mask = __ballot_sync(kAllLanes, there && seen) & 0xffffu;
   }
@@ -71,14 +69,14 @@ struct KeyLoader {
   static constexpr int kRowBytes = kDims * kElementSize;
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kRowsAtOnce = 32 / kChunks;
-  // Bytes of a stage of one warp: keys, then values.
+  // A warp's stage: keys, then values.
   static constexpr int kHalfBytes = kSliceKeys * kRowBytes;
   static constexpr int kStageBytes = 2 * kHalfBytes;
   static_assert(kRowsAtOnce >= 1 && kRowsAtOnce <= kSliceKeys);
 
   // Starts the copies of 16 keys and values of one KV head into `stage`; those that do not exist
-  // become zeros. All lanes of the warp call it. Columns behind head_size are left as they are:
-  // zeroed once, they stay zero.
+  // become zeros. All lanes of the warp must call this. It does not write columns past head_size:
+  // the kernel zeroes them once.
   __device__ static void Start(const Problem& p, const KeyPlaces& places, int kv_head,
                                char* stage) {
     const char* k = p.k.data + kv_head * p.k.stride_head * kElementSize;
@@ -92,7 +90,7 @@ struct KeyLoader {
     } else {
       k += chunk * 16, v += chunk * 16;
     }
-    // Vectors start at multiples of 16 bytes, and there are less than 2^32 of them.
+    // In units of 16 bytes, offsets fit 32 bits (kv_near).
     const auto vector_k = static_cast<uint32_t>(places.OffsetIn(p.k) / (16 / kElementSize));
     const auto vector_v = static_cast<uint32_t>(places.OffsetIn(p.v) / (16 / kElementSize));
     const uint32_t to = SharedAddress(stage);
@@ -112,7 +110,7 @@ struct KeyLoader {
  private:
   using Element = std::conditional_t<kFp8, uint8_t, uint16_t>;
 
-  // Vectors, wherever they lie.
+  // 16-byte vectors at 64-bit offsets.
   __device__ __noinline__ static void StartFar(const Problem& p, const KeyPlaces& places,
                                                const char* k, const char* v, char* stage) {
     const int lane = threadIdx.x & 31;
@@ -152,7 +150,7 @@ struct KeyLoader {
   }
 };
 
-// Widens a warp's fp8 stage (keys, values) to slices of f16, exactly.
+// Widens a warp's fp8 stage (keys, values) to slices of f16; exact.
 template <int kDims, bool kE5m2>
 __device__ inline void WidenFp8(const char* stage, char* wide) {
   using Loader = KeyLoader<kDims, true>;

@@ -13,7 +13,8 @@ __device__ inline uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes from global to shared memory, asynchronously; zeros if !valid, and nothing is read then.
+// Copies 16 bytes from global to shared memory asynchronously. If !valid, writes zeros and reads
+// nothing.
 __device__ inline void CopyAsync16(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)

@@ -1,127 +1,153 @@
-// The plan of an attention call: what its index tensors say, checked, and the engines' work lists.
-// A buffer of 32-bit words on the device, written by plan.cu and read by every engine.
+// The plan of an attention call: its checked sequences and the work lists of the engines. It is a
+// buffer of 32-bit words on the device, which plan.cu and slots.cu write.
+//
+// Work is divided into q tiles (rows or query tokens of one sequence) and kv tiles (keys). A row is
+// one query token of one query head; the rows of a KV head are those of the heads that share it.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_CUH_
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
+
+#include "common/sequences.h"
+#include "common/visibility.h"
 
 namespace flashxla::attention {
 
-// Who computes a sequence. The order is that of the lists below.
-enum Engine : int32_t {
-  kIdle = 0,   // it has no queries, sees no key, or its index entries are unsound
-  kSplit = 1,  // few queries: tensor cores, the keys divided among all multiprocessors
-  kTile = 2,   // any other: one block a tile of rows
-  kWide = 3,   // many queries on Hopper: warpgroup matrix instructions, TMA loads
+// What kind of work a sequence is. Each role but kIdle has a work list for one engine.
+enum Role : int32_t {
+  kIdle = 0,  // no queries, no visible key, or unsound index entries
+  kFew = 1,   // few queries: all multiprocessors share the keys (split-KV)
+  kMany = 2,  // many queries: large q tiles
+  kRest = 3,  // all others: one thread block per q tile
 };
+constexpr int kNumRoles = 4;
 
-// Bits of the plan's attribute `engines`: which of them may be used.
-enum EngineBits : int64_t {
-  kUseSplit = 1 << kSplit,
-  kUseWide = 1 << kWide,
-  kSplitAll = 1 << 8,  // every sequence is kSplit, whatever its number of queries
-};
+constexpr int kFewQTileRows = 16, kFewKvTileKeys = 64;
+constexpr int kManyQTileTokens = 128;  // of one query head
+constexpr int kRestQTileRows = 64;
 
-constexpr int kSplitRows = 16;     // rows of a split tile; a row is a query token of one head
-constexpr int kSplitKeys = 64;     // keys of one step
-constexpr int kTileRows = 64;      // rows of a tile
-constexpr int kWideQueries = 128;  // query tokens of a wide tile
-
-// Sequences with more rows a KV head are not split. One query token of any group is: decoding is
-// bound by the keys.
-inline __host__ __device__ int64_t MaxSplitRows(int64_t group_size) {
+// A sequence has few queries if it has at most this many rows per KV head. A single query token
+// always counts as few, whatever the group size: reading the keys dominates then.
+inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
   return group_size > 64 ? group_size : 64;
 }
 
-// A sequence whose index entries are sound; otherwise engine is kIdle.
-struct alignas(16) Sequence {
-  int32_t first_query;  // row of q
-  int32_t num_queries;
-  int32_t length;     // len_k, which aligns queries with keys
-  int32_t first_key;  // keys [first_key, num_keys) can be seen
-  int32_t num_keys;
-  int32_t key_row;  // dense: row of k where the sequence starts
-  int32_t engine;
-  int32_t num_steps;   // split: groups of kSplitKeys keys, for each tile of rows
-  int32_t first_step;  // split: the first group that any of its rows sees
-  int32_t first_tile;  // wide: the first of its tiles in the list
+// A sequence, and what the plan adds.
+struct alignas(16) PlannedSequence : Sequence {
+  int32_t role;
+  int32_t num_kv_tiles;   // few: kv tiles of each of its q tiles
+  int32_t first_kv_tile;  // few: the first kv tile that any row sees
+  int32_t first_tile;     // many: index of its first q tile in the list
   int32_t unused[2];
 };
 
-// Tokens that no engine looks after: outside every sequence, and in one that sees no key.
-constexpr int kNoSequence = -1, kNoKeys = -2;
-
-// A block of kSplit: its steps [begin, end) of the line, and the tile of rows that the first is of.
-struct alignas(16) SplitBlock {
-  int32_t begin, end;
-  int32_t index;       // of the tile's sequence
-  int32_t first_row;   // of the tile
-  int32_t tile_start;  // its first step in the line
-  int32_t unused[3];
-  Sequence sequence;
-};
-
-// kSplit has at most this many blocks, all KV heads together: it bounds the workspace. (With more
-// heads than that there is one block a head, and no partial result.) How many blocks a head has is
-// part of the attribute `engines`, for the plan needs it and the device may be another's.
-constexpr int kMaxSplitBlocks = 512;
-constexpr int kSplitBlocksShift = 16;
-inline __host__ __device__ int SplitBlocksOf(int64_t engines) {
-  return static_cast<int>(engines >> kSplitBlocksShift);
+// A token's entry in token_sequence: its sequence s; kNoSequence outside every sequence; or
+// KeylessMark(s) if the sequence sees no key.
+constexpr int kNoSequence = -1;
+inline __host__ __device__ int32_t KeylessMark(int32_t sequence) { return -2 - sequence; }
+inline __host__ __device__ bool IsKeyless(int32_t mark) { return mark < kNoSequence; }
+inline __host__ __device__ int32_t SequenceOfMark(int32_t mark) {
+  return IsKeyless(mark) ? -2 - mark : mark;
 }
 
-// Where each part of a plan lies. Offsets in words; S sequences, T query tokens.
-struct PlanLayout {
-  int32_t num_sequences, num_tokens, num_wide;
+// The work of a thread block of the engine for few queries. A step is one kv tile of one q tile;
+// the list of all steps goes sequence by sequence, q tile by q tile, kv tile by kv tile. The block
+// computes steps [begin, end).
+struct alignas(16) FewBlock {
+  int32_t begin, end;
+  int32_t index;       // the first step's sequence
+  int32_t first_row;   // of the first step's q tile
+  int32_t tile_start;  // the first step of that q tile
+  int32_t unused[3];
+  PlannedSequence sequence;
+};
 
-  __host__ __device__ PlanLayout(int64_t sequences, int64_t tokens)
+// The most thread blocks of all KV heads together, which bounds the workspace. (With more KV heads
+// than this, each has one block, and there are no partial results.)
+constexpr int kMaxFewBlocks = 512;
+
+// Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
+struct PlanLayout {
+  int32_t num_sequences, num_tokens, num_many;
+  bool has_slots;
+
+  __host__ __device__ PlanLayout(int64_t sequences, int64_t tokens, bool slots)
       : num_sequences(static_cast<int32_t>(sequences)),
         num_tokens(static_cast<int32_t>(tokens)),
-        num_wide(static_cast<int32_t>(tokens / kWideQueries + sequences)) {}
+        num_many(static_cast<int32_t>(tokens / kManyQTileTokens + sequences)),
+        has_slots(slots) {}
 
-  // Totals: word e is the length of engine e's list.
+  // Word r is the length of role r's list.
   static constexpr int64_t kTotals = 0, kTotalWords = 8;
 
   __host__ __device__ int64_t sequences() const { return kTotalWords; }
-  // split: the blocks of each KV head [kMaxSplitBlocks]
-  __host__ __device__ int64_t split_blocks() const {
-    return sequences() + int64_t{sizeof(Sequence) / 4} * num_sequences;
+  // few: the thread blocks, the same for each KV head [kMaxFewBlocks]
+  __host__ __device__ int64_t few_blocks() const {
+    return sequences() + int64_t{sizeof(PlannedSequence) / 4} * num_sequences;
   }
-  // tile: tiles of the sequences before s [S + 1]
-  __host__ __device__ int64_t tile_starts() const {
-    return split_blocks() + int64_t{sizeof(SplitBlock) / 4} * kMaxSplitBlocks;
+  // rest: entry s counts the q tiles of the sequences before s [S + 1]
+  __host__ __device__ int64_t rest_starts() const {
+    return few_blocks() + int64_t{sizeof(FewBlock) / 4} * kMaxFewBlocks;
   }
-  // The sequences of many queries, which several threads look after [S]
-  __host__ __device__ int64_t long_list() const { return tile_starts() + num_sequences + 1; }
-  // wide: (sequence, tile) of every tile, the most expensive first [num_wide]
-  __host__ __device__ int64_t wide_tiles() const {
+  // The sequences that several threads of the plan kernel share [S]
+  __host__ __device__ int64_t long_list() const { return rest_starts() + num_sequences + 1; }
+  // many: (sequence, q tile in it), the most expensive first [num_many]
+  __host__ __device__ int64_t many_tiles() const {
     return (long_list() + num_sequences + 1) / 2 * 2;
   }
-  // The sequence of each query token, or one of the marks below [T]
-  __host__ __device__ int64_t token_sequence() const { return wide_tiles() + 2ll * num_wide; }
-  __host__ __device__ int64_t words() const { return token_sequence() + num_tokens; }
+  // The mark of each query token [T]
+  __host__ __device__ int64_t token_sequence() const { return many_tiles() + 2ll * num_many; }
+  // Optional: the slot of each query token's new key, -1 if it has none; int64 [T]
+  __host__ __device__ int64_t slots() const { return (token_sequence() + num_tokens + 1) / 2 * 2; }
+  __host__ __device__ int64_t words() const {
+    return has_slots ? slots() + 2ll * num_tokens : token_sequence() + num_tokens;
+  }
 };
 
-// A plan's parts by address.
+// The addresses of a plan's parts.
 struct PlanView {
   const int32_t* totals;
-  const Sequence* sequences;
-  const SplitBlock* split_blocks;
-  const int32_t* tile_starts;
-  const int2* wide_tiles;
+  const PlannedSequence* sequences;
+  const FewBlock* few_blocks;
+  const int32_t* rest_starts;
+  const int2* many_tiles;
   const int32_t* token_sequence;
   int32_t num_sequences;
 
   PlanView() = default;
   PlanView(const int32_t* plan, const PlanLayout& layout)
       : totals(plan + PlanLayout::kTotals),
-        sequences(reinterpret_cast<const Sequence*>(plan + layout.sequences())),
-        split_blocks(reinterpret_cast<const SplitBlock*>(plan + layout.split_blocks())),
-        tile_starts(plan + layout.tile_starts()),
-        wide_tiles(reinterpret_cast<const int2*>(plan + layout.wide_tiles())),
+        sequences(reinterpret_cast<const PlannedSequence*>(plan + layout.sequences())),
+        few_blocks(reinterpret_cast<const FewBlock*>(plan + layout.few_blocks())),
+        rest_starts(plan + layout.rest_starts()),
+        many_tiles(reinterpret_cast<const int2*>(plan + layout.many_tiles())),
         token_sequence(plan + layout.token_sequence()),
         num_sequences(layout.num_sequences) {}
 };
+
+// What a plan is made from.
+struct PlanProblem {
+  IndexTensors index;
+  Window window;
+  int32_t group_size;
+  bool use_few;   // the role kFew has an engine of its own
+  bool all_few;   // and every sequence has few queries
+  bool use_many;  // the role kMany has an engine of its own
+  bool want_slots;
+  int32_t num_few_blocks;  // per KV head
+  int32_t* plan;
+
+  __host__ __device__ PlanLayout layout() const {
+    return PlanLayout(index.num_sequences, index.num_tokens, want_slots);
+  }
+};
+
+// Writes the plan, but for its slots.
+void LaunchPlan(const PlanProblem& problem, cudaStream_t stream);
+// Writes the plan's slots, after LaunchPlan.
+void LaunchSlots(const PlanProblem& problem, cudaStream_t stream);
 
 }  // namespace flashxla::attention
 

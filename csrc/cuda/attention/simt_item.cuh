@@ -1,16 +1,17 @@
-// kSimt's unit of work, a tile of rows of one KV head, and how its rows and keys are read.
+// The simt engine's work item, a q tile of one KV head, and loading its queries and keys.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 
 #include "cuda/attention/dtypes.cuh"
 #include "cuda/attention/problem.cuh"
+#include "cuda/attention/warp.cuh"
 
 namespace flashxla::attention {
 
 constexpr int kSimtThreads = 256;
 constexpr int kSimtWarps = kSimtThreads / 32;
 
-// What a row sees; in shared memory. Rows behind the last one see nothing.
+// What a row sees; in shared memory. Rows past the last one see nothing.
 struct SimtRow {
   int begin, end;  // keys
   int diagonal;    // its position among the keys
@@ -18,21 +19,21 @@ struct SimtRow {
 };
 
 struct SimtItem {
-  Sequence s;
+  PlannedSequence s;
   int index, kv_head;
   int first_row, num_rows;  // a row is a query token of one head
-  int begin, end;           // keys that any of its rows sees
-  float scale;              // of a dot product; in log2 units if plain
+  int begin, end;           // keys that at least one row sees
+  float scale;              // factor of the dot products; includes log2(e) if plain
   bool plain;               // no softcap, no ALiBi
 
   __device__ SimtItem(const Problem& p, int tile, int head)
-      : index(FindStart(p.plan.tile_starts, p.plan.num_sequences, tile)), kv_head(head) {
+      : index(FindStart(p.plan.rest_starts, p.plan.num_sequences, tile)), kv_head(head) {
     s = p.plan.sequences[index];
-    first_row = (tile - p.plan.tile_starts[index]) * kTileRows;
-    num_rows = min(kTileRows, s.num_queries * p.group_size - first_row);
-    int unused;
-    p.Visible(s, first_row / p.group_size, &begin, &unused);
-    p.Visible(s, (first_row + num_rows - 1) / p.group_size, &unused, &end);
+    first_row = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
+    num_rows = min(kRestQTileRows, s.num_queries * p.group_size - first_row);
+    const KeyRange keys =
+        p.Visible(s, first_row / p.group_size, (first_row + num_rows - 1) / p.group_size);
+    begin = keys.begin, end = keys.end;
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     scale = p.ScoreScale(index, kv_head) * (plain ? kLog2e : 1.f);
   }
@@ -47,13 +48,14 @@ struct SimtItem {
     SimtRow r = {0, 0, 0, 0.f};
     if (row >= num_rows) return r;
     const int query = Query(p, row);
-    p.Visible(s, query, &r.begin, &r.end);
+    const KeyRange keys = p.Visible(s, query);
+    r.begin = keys.begin, r.end = keys.end;
     r.diagonal = query - s.num_queries + s.length;
     r.slope = p.alibi_slopes.at(index, Head(p, row), 0.f);
     return r;
   }
 
-  // The score (log2) of a row and key j with a dot product; -inf if the row does not see the key.
+  // The score (log2) of a row and key j, from their dot product; -inf if the row does not see j.
   __device__ float Score(const Problem& p, const SimtRow& row, int j, bool exists,
                          float dot) const {
     float x = dot * scale;
@@ -61,7 +63,7 @@ struct SimtItem {
     return exists && j >= row.begin && j < row.end ? x : -INFINITY;
   }
 
-  // Where key j starts in the keys and in the values, in elements. False if it does not exist.
+  // The element offsets of key j in the keys and in the values. False if it does not exist.
   __device__ bool Find(const Problem& p, int j, int64_t* k, int64_t* v) const {
     int block = 0, token = 0;
     if (j >= end || !p.Locate(s, index, j, &block, &token)) return false;
@@ -71,8 +73,8 @@ struct SimtItem {
   }
 };
 
-// Queries of the item's first `num_rows` rows into shared memory, kStride floats a row; zeros
-// behind the head size and behind the item's rows.
+// Loads the item's first `num_rows` rows of queries into shared memory, kStride floats apart; zeros
+// past the head size and past the item's rows.
 template <int kDims, int kStride>
 __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows, float* q) {
   const auto* data = reinterpret_cast<const float*>(p.q.data);
@@ -87,11 +89,11 @@ __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows
   }
 }
 
-// Dims [d, d + 4) of the key or value that starts at `offset`; zeros behind the head size.
+// Dims [d, d + 4) of the key or value that starts at `offset`; zeros past the head size.
 template <bool kFp8>
 __device__ float4 LoadFour(const Problem& p, const Cache& c, int64_t offset, int d) {
   const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
-  if (p.kv_vectors) {  // the head size is a multiple of four then
+  if (p.kv_vectors) {  // which implies that the head size is a multiple of four
     if (d >= p.head_size) return make_float4(0.f, 0.f, 0.f, 0.f);
     if constexpr (kFp8) {
       const uint32_t bits = *reinterpret_cast<const uint32_t*>(c.data + offset + d);

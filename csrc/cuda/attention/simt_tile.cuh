@@ -1,5 +1,6 @@
-// A tile of 64 rows on CUDA cores: keys, then values, pass through shared memory; a thread computes
-// a 4 x kKeys/16 part of the scores and a 4 x kDims/16 part of the output.
+// A q tile of 64 rows on CUDA cores. Each kv tile goes through shared memory, first its keys and
+// then its values. A thread computes a 4 x kKeys/16 part of the scores and a 4 x kDims/16 part of
+// the output.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_TILE_CUH_
 
@@ -13,11 +14,11 @@ template <int kDims, int kKeys>
 struct alignas(16) SimtTileShared {
   // Four floats more than a power of two: neighbouring rows start in different banks.
   static constexpr int kStride = kDims + 4, kWeightStride = kKeys + 4;
-  float q[kTileRows * kStride];
-  float keys[kKeys * kStride];  // and the values in their turn
-  float weights[kTileRows * kWeightStride];
-  int64_t k_offsets[2][kKeys], v_offsets[2][kKeys];  // of the keys of this step and the next
-  SimtRow rows[kTileRows];
+  float q[kRestQTileRows * kStride];
+  float keys[kKeys * kStride];  // first the keys of a kv tile, then its values
+  float weights[kRestQTileRows * kWeightStride];
+  int64_t k_offsets[2][kKeys], v_offsets[2][kKeys];  // of this kv tile and the next
+  SimtRow rows[kRestQTileRows];
 };
 
 template <int kDims, int kKeys, bool kFp8>
@@ -25,42 +26,42 @@ class SimtTile {
  public:
   using Shared = SimtTileShared<kDims, kKeys>;
 
-  // All threads of the block call it. `shared` and `item` are in use until the block's next
+  // All threads of the block must call this. `shared` and `item` are in use until the block's next
   // barrier.
   __device__ static void Attend(const Problem& p, const SimtItem& item, Shared& shared) {
-    LoadQueries<kDims, kStride>(p, item, kTileRows, shared.q);
-    if (threadIdx.x < kTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
+    LoadQueries<kDims, kStride>(p, item, kRestQTileRows, shared.q);
+    if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
     FindKeys(p, item, item.begin, shared, 0);
     __syncthreads();
 
     const int x = threadIdx.x % 16, first_row = threadIdx.x / 16 * kRows;
     const bool idle = threadIdx.x / 32 * 2 * kRows >= item.num_rows;  // the whole warp
-    float top[kRows], sum[kRows];  // this thread's share of the sum
+    float row_max[kRows], row_sum[kRows];  // this thread's share of the sum
     float out[kRows][kColumns] = {};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) top[i] = -INFINITY, sum[i] = 0.f;
+    for (int i = 0; i < kRows; ++i) row_max[i] = -INFINITY, row_sum[i] = 0.f;
 
     int stage = 0;
     for (int first = item.begin; first < item.end; first += kKeys, stage ^= 1) {
       LoadKeys(p, p.k, shared.k_offsets[stage], shared.keys);
       __syncthreads();
       FindKeys(p, item, first + kKeys, shared, stage ^ 1);
-      if (!idle) Weigh(p, item, first, shared, stage, x, first_row, top, sum, out);
-      __syncthreads();  // the keys are used up
+      if (!idle) ComputeWeights(p, item, first, shared, stage, x, first_row, row_max, row_sum, out);
+      __syncthreads();  // all have used the keys
       const float probe = LoadKeys(p, p.v, shared.v_offsets[stage], shared.keys);
-      const bool wild = __syncthreads_or(!(probe == 0.f));
+      const bool has_nonfinite = __syncthreads_or(!(probe == 0.f));
       const int num_keys = min(kKeys, item.end - first);
       if (!idle) {
-        wild ? AddValues<true>(shared, num_keys, x, first_row, out)
-             : AddValues<false>(shared, num_keys, x, first_row, out);
+        has_nonfinite ? AddValues<true>(shared, num_keys, x, first_row, out)
+                      : AddValues<false>(shared, num_keys, x, first_row, out);
       }
-      __syncthreads();  // the values are used up
+      __syncthreads();  // all have used the values
     }
-    if (!idle) Store(p, item, x, first_row, top, sum, out);
+    if (!idle) Store(p, item, x, first_row, row_max, row_sum, out);
   }
 
  private:
-  static constexpr int kRows = kTileRows / 16, kColumns = kDims / 16, kParts = kColumns / 4;
+  static constexpr int kRows = kRestQTileRows / 16, kColumns = kDims / 16, kParts = kColumns / 4;
   static constexpr int kStride = Shared::kStride, kWeightStride = Shared::kWeightStride;
   static_assert(kSimtThreads == 16 * 16 && kKeys % 16 == 0 && kDims % 64 == 0);
 
@@ -73,7 +74,7 @@ class SimtTile {
     shared.v_offsets[stage][threadIdx.x] = v;
   }
 
-  // Keys or values into shared memory, zeros for those that do not exist. The result is 0 if all
+  // Loads keys or values into shared memory, zeros for those that do not exist. Returns 0 if all
   // numbers that this thread loaded are finite, else NaN.
   __device__ static float LoadKeys(const Problem& p, const Cache& c, const int64_t* offsets,
                                    float* to) {
@@ -99,11 +100,12 @@ class SimtTile {
     return probe;
   }
 
-  // Scores of the keys from `first` on, and what they weigh. A warp writes the weights that it will
-  // read itself.
-  __device__ static void Weigh(const Problem& p, const SimtItem& item, int first, Shared& shared,
-                               int stage, int x, int first_row, float (&top)[kRows],
-                               float (&sum)[kRows], float (&out)[kRows][kColumns]) {
+  // Computes the scores of the kv tile that starts at key `first`, updates the online softmax, and
+  // stores the weights. A warp reads only weights that it has stored itself.
+  __device__ static void ComputeWeights(const Problem& p, const SimtItem& item, int first,
+                                        Shared& shared, int stage, int x, int first_row,
+                                        float (&row_max)[kRows], float (&row_sum)[kRows],
+                                        float (&out)[kRows][kColumns]) {
     constexpr int kKeysEach = kKeys / 16;
     float score[kRows][kKeysEach] = {};
 #pragma unroll 2
@@ -131,25 +133,25 @@ class SimtTile {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const SimtRow row = shared.rows[first_row + i];
-      float high = -INFINITY;
+      float new_max = -INFINITY;
 #pragma unroll
       for (int j = 0; j < kKeysEach; ++j) {
         score[i][j] = item.Score(p, row, first + x + 16 * j, exists[j], score[i][j]);
-        high = fmaxf(high, score[i][j]);
+        new_max = fmaxf(new_max, score[i][j]);
       }
 #pragma unroll
       for (int lanes = 8; lanes > 0; lanes /= 2) {
-        high = fmaxf(high, __shfl_xor_sync(~0u, high, lanes));
+        new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, lanes));
       }
-      high = fmaxf(high, top[i]);
-      const float base = high == -INFINITY ? 0.f : high;
-      const float factor = exp2f(top[i] - base);
-      top[i] = high;
-      sum[i] *= factor;
+      new_max = fmaxf(new_max, row_max[i]);
+      const float base = new_max == -INFINITY ? 0.f : new_max;
+      const float factor = exp2f(row_max[i] - base);
+      row_max[i] = new_max;
+      row_sum[i] *= factor;
 #pragma unroll
       for (int j = 0; j < kKeysEach; ++j) {
         const float weight = exp2f(score[i][j] - base);
-        sum[i] += weight;
+        row_sum[i] += weight;
         shared.weights[(first_row + i) * kWeightStride + x + 16 * j] = weight;
       }
 #pragma unroll
@@ -157,7 +159,7 @@ class SimtTile {
     }
   }
 
-  // With kGuard, a value of weight 0 is not used: it may be NaN or infinite.
+  // With kGuard, skips values of weight 0, which may be NaN or infinite.
   template <bool kGuard>
   __device__ static void AddValues(const Shared& shared, int num_keys, int x, int first_row,
                                    float (&out)[kRows][kColumns]) {
@@ -191,17 +193,17 @@ class SimtTile {
   }
 
   __device__ static void Store(const Problem& p, const SimtItem& item, int x, int first_row,
-                               const float (&top)[kRows], const float (&sum)[kRows],
+                               const float (&row_max)[kRows], const float (&row_sum)[kRows],
                                const float (&out)[kRows][kColumns]) {
     const float value_scale = p.ValueScale(item.index, item.kv_head);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float total = sum[i];
+      float total = row_sum[i];
 #pragma unroll
-      for (int lanes = 8; lanes > 0; lanes /= 2) total += __shfl_xor_sync(~0u, total, lanes);
+      for (int lanes = 8; lanes > 0; lanes /= 2) total += __shfl_xor_sync(kAllLanes, total, lanes);
       if (first_row + i >= item.num_rows) continue;
       const int token = item.Token(p, first_row + i), head = item.Head(p, first_row + i);
-      const float2 end = FinishRow(top[i], total, p.Sink(head));
+      const float2 end = FinishRow(row_max[i], total, p.Sink(head));
       const float factor = end.x * value_scale;
       if (x == 0) p.StoreLse(token, head, end.y);
 #pragma unroll

@@ -1,8 +1,9 @@
-// kSplit: sequences with few queries (decode). Reading the keys is all the work, so every
-// multiprocessor reads an equal share of them.
+// split: sequences with few queries (decode), by split-KV. Reading the keys takes almost all the
+// time, so all multiprocessors get equal shares of the batch's keys.
 #include <algorithm>
 #include <type_traits>
 
+#include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/hopper.cuh"
@@ -13,67 +14,65 @@
 namespace flashxla::attention {
 namespace {
 
-constexpr int kWarps = kSplitKeys / kSliceKeys;
+constexpr int kWarps = kFewKvTileKeys / kSliceKeys;
 
 template <int kDims, bool kFp8>
 struct Shared {
   static constexpr int kStages = kDims > 128 ? 2 : 3;
   static constexpr int kWideBytes = kFp8 ? 2 * kSliceBytes<kDims> : 0;  // of a warp
   static constexpr int kWarpBytes = kStages * KeyLoader<kDims, kFp8>::kStageBytes + kWideBytes;
-  static constexpr int kExchangeFloats = 2 * kSplitRows * kDims;
+  static constexpr int kExchangeFloats = 2 * kFewQTileRows * kDims;
   static constexpr int kBarrierBytes = 8 * kWarps * kStages;
   static constexpr int kBytes = kWarps * kWarpBytes +
-                                (kExchangeFloats + 2 * kWarps * kSplitRows) * sizeof(float) +
+                                (kExchangeFloats + 2 * kWarps * kFewQTileRows) * sizeof(float) +
                                 kBarrierBytes;
 };
 
 struct SplitProblem {
   CUtensorMap k, v;  // if TMA is used
   Problem p;
-  int box_keys;  // keys of a TMA box: 16 or 8
+  int box_keys;  // keys per TMA box: 16 or 8
 };
 
-// The steps of one warp in order: which tile of rows, which keys.
+// Walks through a thread block's steps: the current q tile and, for this warp, its keys.
 struct Cursor {
-  int x;                     // in the line
-  int tile_start, tile_end;  // the tile's steps
+  int step;
+  int tile_start, tile_end;  // steps of the current q tile
   int index, first_row;
-  Sequence sequence;
+  PlannedSequence sequence;
 
-  __device__ explicit Cursor(const SplitBlock& block)
-      : x(block.begin),
+  __device__ explicit Cursor(const FewBlock& block)
+      : step(block.begin),
         tile_start(block.tile_start),
-        tile_end(block.tile_start + block.sequence.num_steps),
+        tile_end(block.tile_start + block.sequence.num_kv_tiles),
         index(block.index),
         first_row(block.first_row),
         sequence(block.sequence) {}
 
   __device__ void Next(const Problem& p, int end) {
-    if (++x != tile_end || x == end) return;
-    first_row += kSplitRows;
+    if (++step != tile_end || step == end) return;
+    first_row += kFewQTileRows;
     if (first_row >= sequence.num_queries * p.group_size) {
       first_row = 0;
       do sequence = p.plan.sequences[++index];
-      while (sequence.engine != kSplit);
+      while (sequence.role != kFew);
     }
     tile_start = tile_end;
-    tile_end += sequence.num_steps;
+    tile_end += sequence.num_kv_tiles;
   }
   // This warp's first key of the step.
   __device__ int first_key() const {
-    return (sequence.first_step + x - tile_start) * kSplitKeys +
+    return (sequence.first_kv_tile + step - tile_start) * kFewKvTileKeys +
            static_cast<int>(threadIdx.x) / 32 * kSliceKeys;
   }
 };
 
 #if defined(FLASHXLA_HOPPER)
 
-// The stages of a warp, which TMA fills: a barrier each.
+// Fills a warp's stages by TMA. Each stage has a barrier.
 template <int kDims, bool kFp8>
 struct BoxLoader {
   using Loader = KeyLoader<kDims, kFp8>;
-  [[maybe_unused]] static constexpr int kColumnBytes = 128;
-  [[maybe_unused]] static constexpr int kColumns = Loader::kRowBytes / kColumnBytes;
   uint32_t barriers;
 
   __device__ void Init(int stages) const {
@@ -84,17 +83,18 @@ struct BoxLoader {
     __syncwarp();
   }
 
-  // Starts the loads of 16 keys and values. A box of keys that do not exist becomes zeros: it lies
-  // outside the cache. One of whose keys some do not exist is loaded whole.
+  // Starts the loads of 16 keys and values. A box without any existing key is loaded from outside
+  // the cache and so becomes zeros. A box with some existing keys is loaded whole.
   __device__ void Start(const SplitProblem& w, const KeyPlaces& places, int kv_head, int stage,
                         uint32_t to) const {
+    constexpr int kColumnBytes = 128, kColumns = Loader::kRowBytes / kColumnBytes;
     const int lane = threadIdx.x & 31;
     const uint32_t barrier = barriers + 8 * stage;
     if (lane == 0) ArriveExpecting(barrier, Loader::kStageBytes);
     __syncwarp();
-    // Lane l: box l of its keys, if it is the first of them.
+    // The lane of a box's first key loads the box.
     if (lane >= kSliceKeys || lane % w.box_keys != 0) return;
-    const int block = places.there ? places.block : w.p.num_blocks;
+    const int block = places.there ? places.block : w.p.block_table.num_blocks;
     const uint32_t row = to + lane * kColumnBytes;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -105,7 +105,7 @@ struct BoxLoader {
     }
   }
 
-  // Values of keys that do not exist may be anything, and 0 times it is not always 0.
+  // Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0.
   __device__ static void ZeroValues(uint32_t mask, char* stage) {
     const int lane = threadIdx.x & 31;
     for (int i = lane; i < kSliceKeys * Loader::kChunks; i += 32) {
@@ -122,16 +122,16 @@ struct BoxLoader {
 
 #endif
 
-// Adds up the warps' parts of a tile. Warp 0 then holds the whole.
+// Combines the warps' parts of a q tile. Warp 0 gets the result.
 template <typename T, int kDims, typename Out>
-__device__ void Combine(WarpAttention<T, kDims, Out>& part, float* exchange, float* tops,
-                        float* sums) {
+__device__ void CombineWarps(WarpAttention<T, kDims, Out>& part, float* exchange, float* row_maxes,
+                             float* row_sums) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  part.FinishSums();
+  part.ReduceRowSums();
   if (lane % 4 == 0) {
     for (int r = 0; r < 2; ++r) {
-      tops[warp * kSplitRows + lane / 4 + 8 * r] = part.top[r];
-      sums[warp * kSplitRows + lane / 4 + 8 * r] = part.sum[r];
+      row_maxes[warp * kFewQTileRows + lane / 4 + 8 * r] = part.row_max[r];
+      row_sums[warp * kFewQTileRows + lane / 4 + 8 * r] = part.row_sum[r];
     }
   }
   __syncthreads();
@@ -139,24 +139,25 @@ __device__ void Combine(WarpAttention<T, kDims, Out>& part, float* exchange, flo
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = lane / 4 + 8 * r;
-    float top = -INFINITY, sum = 0.f;
-    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, tops[w * kSplitRows + row]);
-    const float base = top == -INFINITY ? 0.f : top;
+    float row_max = -INFINITY, row_sum = 0.f;
+    for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, row_maxes[w * kFewQTileRows + row]);
+    const float base = row_max == -INFINITY ? 0.f : row_max;
     for (int w = 0; w < kWarps; ++w) {
-      sum += sums[w * kSplitRows + row] * Exp2(tops[w * kSplitRows + row] - base);
+      row_sum +=
+          row_sums[w * kFewQTileRows + row] * Exp2(row_maxes[w * kFewQTileRows + row] - base);
     }
-    factor[r] = Exp2(part.top[r] - base);
-    part.top[r] = top, part.sum[r] = sum;
+    factor[r] = Exp2(part.row_max[r] - base);
+    part.row_max[r] = row_max, part.row_sum[r] = row_sum;
   }
 #pragma unroll
   for (int n = 0; n < kDims / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) part.out[n][i] *= factor[i / 2];
   }
-  // A tree, so that the order of the sum is fixed. Each lane meets its own counterpart.
+  // A tree, which fixes the order of the sums. Each lane adds the numbers of the same lane.
 #pragma unroll
   for (int width = kWarps / 2; width > 0; width /= 2) {
-    float* mine = exchange + (warp % width) * kSplitRows * kDims + lane;
+    float* mine = exchange + (warp % width) * kFewQTileRows * kDims + lane;
     if (warp >= width && warp < 2 * width) {
 #pragma unroll
       for (int n = 0; n < kDims / 8; ++n) {
@@ -188,8 +189,8 @@ __device__ void StorePartial(const WarpAttention<T, kDims, Out>& part, float* pa
           make_float2(part.out[n][2 * r], part.out[n][2 * r + 1]);
     }
     if (lane % 4 == 0) {
-      partial[kSplitRows * kDims + row] = part.top[r];
-      partial[kSplitRows * (kDims + 1) + row] = part.sum[r];
+      partial[Partial<kDims>::kRowMax + row] = part.row_max[r];
+      partial[Partial<kDims>::kRowSum + row] = part.row_sum[r];
     }
   }
 }
@@ -204,12 +205,12 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
   using Loader = KeyLoader<kDims, kFp8>;
   const Problem& p = w.p;
   const int kv_head = blockIdx.x, warp = threadIdx.x / 32;
-  AllowNext();
-  AwaitPrevious();
-  const SplitBlock block = p.plan.split_blocks[blockIdx.y];
+  TriggerNext();
+  WaitForPrevious();
+  const FewBlock block = p.plan.few_blocks[blockIdx.y];
   const int end = block.end;
   if (block.begin >= end) {
-    if (threadIdx.x == 0) workspace.merge(kv_head, blockIdx.y).num_parts = 0;
+    if (threadIdx.x == 0) workspace.tile(kv_head, blockIdx.y).num_parts = 0;
     return;
   }
 
@@ -217,31 +218,31 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
   char* stages = shared + warp * S::kWarpBytes;
   char* wide = stages + S::kStages * Loader::kStageBytes;
   float* exchange = reinterpret_cast<float*>(shared + kWarps * S::kWarpBytes);
-  float* tops = exchange + S::kExchangeFloats;
-  float* sums = tops + kWarps * kSplitRows;
-  if (!kTma && p.head_size < kDims) {  // columns behind head_size: see KeyLoader
+  float* row_maxes = exchange + S::kExchangeFloats;
+  float* row_sums = row_maxes + kWarps * kFewQTileRows;
+  if (!kTma && p.head_size < kDims) {  // columns past head_size: see KeyLoader
     for (int i = threadIdx.x * 16; i < kWarps * S::kWarpBytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
   }
 #if defined(FLASHXLA_HOPPER)
-  const BoxLoader<kDims, kFp8> boxes{SharedAddress(sums + kWarps * kSplitRows) +
+  const BoxLoader<kDims, kFp8> boxes{SharedAddress(row_sums + kWarps * kFewQTileRows) +
                                      8 * S::kStages * warp};
   if constexpr (kTma) boxes.Init(S::kStages);
 #endif
 
   Cursor load(block), compute(block);
   auto find = [&] {
-    return load.x < end ? KeyPlaces::Find(p, load.sequence, load.index, load.first_key())
-                        : KeyPlaces::None();
+    return load.step < end ? KeyPlaces::Find(p, load.sequence, load.index, load.first_key())
+                           : KeyPlaces::None();
   };
   KeyPlaces places = find();
-  uint64_t masks = 0;  // 16 bits a stage in flight, the oldest lowest
+  uint64_t masks = 0;  // 16 bits per stage in flight, the oldest in the lowest bits
   auto start_load = [&](int stage) {
     places.Resolve(p);
     masks = masks >> 16 | uint64_t{places.mask} << (16 * (S::kStages - 1));
-    if (load.x < end) {
+    if (load.step < end) {
       char* to = stages + stage * Loader::kStageBytes;
 #if defined(FLASHXLA_HOPPER)
       if constexpr (kTma) boxes.Start(w, places, kv_head, stage, SharedAddress(to));
@@ -258,11 +259,12 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
   WarpAttention<std::conditional_t<kFp8, __half, T>, kDims, T> part;
   int stage = 0;
   uint32_t parity = 0;
-  while (true) {  // tiles of rows
-    const int segment = compute.x;
+  while (true) {  // q tiles
+    const int segment = compute.step;
     const int segment_end = min(compute.tile_end, end);
     part.Begin(p, compute.sequence, compute.index, kv_head, compute.first_row);
-    for (int key = compute.first_key(); compute.x < segment_end; key += kSplitKeys, ++compute.x) {
+    for (int key = compute.first_key(); compute.step < segment_end;
+         key += kFewKvTileKeys, ++compute.step) {
       char* keys = stages + stage * Loader::kStageBytes;
       const uint32_t mask = masks & 0xffffu;
 #if defined(FLASHXLA_HOPPER)
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
 
-    Combine(part, exchange, tops, sums);
+    CombineWarps(part, exchange, row_maxes, row_sums);
     const bool begins = segment == compute.tile_start, ends = segment_end == compute.tile_end;
     if (warp == 0) {
       if (begins && ends) {
@@ -298,8 +300,9 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
     }
     if (segment_end == end) {
       if (threadIdx.x == 0) {
-        const int share = p.plan.split_blocks[0].end;  // the first block has a whole one
-        workspace.merge(kv_head, blockIdx.y) = {
+        const int share =
+            p.plan.few_blocks[0].end;  // steps per block; the first one's are complete
+        workspace.tile(kv_head, blockIdx.y) = {
             begins && !ends ? (compute.tile_end - 1) / share - static_cast<int>(blockIdx.y) + 1 : 0,
             segment != block.begin,
             compute.index,
@@ -310,44 +313,68 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
       }
       return;
     }
-    --compute.x;
+    --compute.step;
     compute.Next(p, end);
   }
 }
 
-// Keys of a TMA box; 0: keys and values cannot be loaded that way.
+// Keys per TMA box; 0 if TMA cannot load the keys and values.
 int SplitBoxKeys(const Problem& p) {
   const int64_t size = IsFp8(p.kv_dtype) ? 1 : 2;
-  if (!LoadedImage().hopper || !p.kv_vectors || p.num_blocks == 0 || p.block_size == 0 ||
-      DimsBucket(p.head_size) * size < 128) {
+  if (!LoadedImage().hopper || !p.kv_vectors || p.block_table.num_blocks == 0 ||
+      p.block_table.block_size == 0 || DimsBucket(p.head_size) * size < 128) {
     return 0;
   }
-  if (p.block_table == nullptr || p.block_size % 16 == 0) return 16;
-  return p.block_size % 8 == 0 ? 8 : 0;
+  if (p.block_table.data == nullptr || p.block_table.block_size % 16 == 0) return 16;
+  return p.block_table.block_size % 8 == 0 ? 8 : 0;
 }
 
-}  // namespace
-
-int SplitBlocks(int64_t head_size, int num_kv_heads) {
-  const int blocks = NumMultiprocessors() * (DimsBucket(head_size) > 128 ? 1 : 2);
-  return std::max(std::min(blocks, kMaxSplitBlocks) / num_kv_heads, 1);
-}
-
-int64_t SplitSharedBytes(int64_t head_size, bool fp8) {
+int64_t SharedBytes(const Problem& p) {
   int64_t bytes = 0;
-  WithInstance(FLASHXLA_BF16, head_size, fp8, [&](auto, auto dims, auto is_fp8) {
+  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto, auto dims, auto is_fp8) {
     bytes = Shared<decltype(dims)::value, decltype(is_fp8)::value>::kBytes;
   });
   return bytes;
 }
 
-void LaunchSplit(const Problem& p, int64_t engines, float* workspace, cudaStream_t stream) {
+// An upper bound of the number of steps: kv tiles of all q tiles.
+double MaxSteps(const Facts& facts) {
+  const Problem& p = facts.problem;
+  const double sequences = static_cast<double>(facts.num_sequences);
+  const double rows = static_cast<double>(p.num_tokens) * p.group_size;
+  const int64_t tiles_of_one = (MaxFewRows(p.group_size) + kFewQTileRows - 1) / kFewQTileRows;
+  const double tiles =
+      std::min(sequences * static_cast<double>(tiles_of_one), rows / kFewQTileRows + sequences);
+  return tiles * static_cast<double>(facts.capacity / kFewKvTileKeys + 2);
+}
+
+const char* WhyNotSplit(const Facts& facts) {
+  const Problem& p = facts.problem;
+  if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
+  if (MaxSteps(facts) >= double{INT32_MAX}) return "the batch has too many keys for split-KV";
+  if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) < SharedBytes(p)) {
+    return "the GPU has too little shared memory";
+  }
+  return "";
+}
+
+int64_t WorkspaceBytes(const Problem& p) {
+  constexpr int64_t kAlignment = 256;
+  int64_t bytes = 0;
+  WithInstance(p.out_dtype, p.head_size, false, [&](auto, auto dims, auto) {
+    bytes =
+        SplitWorkspace<decltype(dims)::value>::Bytes(int64_t{p.num_kv_heads} * p.num_few_blocks);
+  });
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+flashxla_status LaunchSplit(const Problem& p, void* workspace, cudaStream_t stream) {
   SplitProblem w = {};
   w.p = p;
   w.box_keys = SplitBoxKeys(p);
   if (w.box_keys > 0) {
     const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
-    // Strides that TMA cannot take, such as 0, go without it.
+    // Without TMA if it does not support the strides, such as 0.
     if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
         !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
       w.box_keys = 0;
@@ -358,17 +385,31 @@ void LaunchSplit(const Problem& p, int64_t engines, float* workspace, cudaStream
     constexpr int kDims = decltype(dims)::value;
     constexpr bool kFp8 = decltype(is_fp8)::value;
     constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
-    const int blocks = SplitBlocksOf(engines);
-    const SplitWorkspace<kDims> parts(workspace, p.num_kv_heads, blocks);
+    const SplitWorkspace<kDims> parts(workspace, p.num_kv_heads, p.num_few_blocks);
     auto launch = [&](auto* kernel) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      LaunchEarly(kernel, dim3(p.num_kv_heads, blocks), 32 * kWarps, kBytes, stream, w, parts);
+      LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps, kBytes, stream,
+                      w, parts);
     };
     if constexpr (kDims > 64 || !kFp8) {
       if (w.box_keys > 0) return launch(SplitKernel<T, kDims, kFp8, true>);
     }
     launch(SplitKernel<T, kDims, kFp8, false>);
   });
+  return FLASHXLA_OK;
 }
+
+}  // namespace
+
+int NumFewBlocks(const Problem& p) {
+  const int per_multiprocessor = DimsBucket(p.head_size) > 128 ? 1 : 2;
+  // Without a GPU, the most that any GPU gets: then the workspace is large enough for each.
+  const int blocks =
+      CurrentDevice() < 0 ? kMaxFewBlocks : NumMultiprocessors() * per_multiprocessor;
+  return std::max(std::min(blocks, kMaxFewBlocks) / p.num_kv_heads, 1);
+}
+
+const Engine kSplitEngine = {"split",     "tensor cores, split-KV", kFew,
+                             WhyNotSplit, WorkspaceBytes,           LaunchSplit};
 
 }  // namespace flashxla::attention

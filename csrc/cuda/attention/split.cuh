@@ -1,9 +1,10 @@
-// What kSplit leaves for finish.cu: partial results, and which of them belong together.
+// Split-KV: what split.cu hands to combine.cu, i.e. partial results and which of them belong
+// together.
 //
-// The steps of all (sequence, tile of rows) lie in one line, which the plan divides evenly. For
-// each KV head block b takes a run of steps: the heads go along the line side by side, since they
-// read neighbouring bytes. Where a tile's steps lie in several blocks, each leaves a partial
-// result.
+// The plan divides the list of all steps (FewBlock in plan.cuh) evenly among the thread blocks.
+// Block b of every KV head has the same steps: the KV heads advance side by side, because their
+// keys are neighbours in memory. If several blocks share the steps of a q tile, each stores a
+// partial result.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 
@@ -11,50 +12,56 @@
 
 namespace flashxla::attention {
 
-// A partial result: [kSplitRows][kDims] floats, then tops, then sums.
+// A partial result: floats [kFewQTileRows][kDims] that are not normalized yet, then the rows'
+// row_max and row_sum.
 template <int kDims>
-constexpr int kPartialFloats = kSplitRows * (kDims + 2);
+struct Partial {
+  static constexpr int kRowMax = kFewQTileRows * kDims;
+  static constexpr int kRowSum = kRowMax + kFewQTileRows;
+  static constexpr int kFloats = kRowSum + kFewQTileRows;
+};
 
-// A block has two places for them: of its tile at the front, and of that at the back.
+// A block stores at most two partial results: of the q tile at the front of its steps, and of the
+// one at the back.
 __host__ __device__ inline int64_t PartialSlot(int64_t kv_head, int block, int blocks, bool back) {
   return 2 * (kv_head * blocks + block) + back;
 }
 
-// The tile that begins in a block and goes on in the next ones, if there is one.
-struct alignas(16) SplitMerge {
+// The q tile that begins in a block and continues in the next ones, if there is one.
+struct alignas(16) SplitTile {
   int32_t num_parts;  // 0: none
-  int32_t back;       // whether its first part is the block's back one
+  int32_t back;       // whether its first part is the partial result at the block's back
   int32_t index;      // of the sequence
   int32_t first_query, num_queries;
   int32_t first_row;
   int32_t unused[2];
 };
 
-// The workspace: partial results of every block, then a SplitMerge of each.
+// The workspace: the partial results of all blocks, then a SplitTile for each block.
 template <int kDims>
 struct SplitWorkspace {
   float* partials;
-  SplitMerge* merges;
-  int blocks;  // of each KV head
+  SplitTile* tiles;
+  int blocks;  // per KV head
 
-  __host__ __device__ SplitWorkspace(float* workspace, int num_kv_heads, int num_blocks)
-      : partials(workspace),
-        merges(reinterpret_cast<SplitMerge*>(
-            workspace + PartialSlot(num_kv_heads, 0, num_blocks, false) * kPartialFloats<kDims>)),
+  __host__ __device__ SplitWorkspace(void* workspace, int num_kv_heads, int num_blocks)
+      : partials(static_cast<float*>(workspace)),
+        tiles(reinterpret_cast<SplitTile*>(
+            partials + PartialSlot(num_kv_heads, 0, num_blocks, false) * Partial<kDims>::kFloats)),
         blocks(num_blocks) {}
 
-  __device__ float* partial(int kv_head, int block, bool back) const {
-    return partials + PartialSlot(kv_head, block, blocks, back) * kPartialFloats<kDims>;
+  // Bytes of the workspace for `count` blocks in all.
+  static constexpr int64_t Bytes(int64_t count) {
+    return count * int64_t{2 * Partial<kDims>::kFloats * sizeof(float) + sizeof(SplitTile)};
   }
-  __device__ SplitMerge& merge(int kv_head, int block) const {
-    return merges[kv_head * blocks + block];
+
+  __device__ float* partial(int kv_head, int block, bool back) const {
+    return partials + PartialSlot(kv_head, block, blocks, back) * Partial<kDims>::kFloats;
+  }
+  __device__ SplitTile& tile(int kv_head, int block) const {
+    return tiles[kv_head * blocks + block];
   }
 };
-
-// The bucket of head sizes that an instance serves.
-inline int DimsBucket(int64_t head_size) {
-  return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256;
-}
 
 }  // namespace flashxla::attention
 

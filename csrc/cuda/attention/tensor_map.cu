@@ -1,7 +1,7 @@
 #include <cuda_runtime.h>
 
+#include "common/tensor_view.h"
 #include "cuda/attention/tensor_map.h"
-#include "flashxla/common.h"
 
 namespace flashxla::attention {
 namespace {
@@ -28,19 +28,18 @@ Encode GetEncode() {
   return encode;
 }
 
-}  // namespace
-
+// The innermost dimension first; strides in elements.
 bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
                    const int64_t* strides, const int* box, CUtensorMap* map) {
   constexpr int kMaxRank = 4;
   cuuint64_t size[kMaxRank], stride[kMaxRank];
   cuuint32_t box_size[kMaxRank], element_stride[kMaxRank];
-  const bool is_byte = dtype == FLASHXLA_F8E4M3 || dtype == FLASHXLA_F8E5M2;
+  const bool is_byte = IsFp8(dtype);
   for (int i = 0; i < rank; ++i) {
     size[i] = sizes[i];
     box_size[i] = box[i];
     element_stride[i] = 1;
-    // The stride of a dimension of one element is of no account, but must be a valid one.
+    // The stride of a dimension of size 1 does not matter, but the driver wants a valid one.
     if (i > 0) stride[i - 1] = sizes[i] == 1 ? 16 : strides[i] * (is_byte ? 1 : 2);
   }
   const CUtensorMapDataType type = is_byte                 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
@@ -53,8 +52,18 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+}  // namespace
+
+bool MapQueries(const Problem& p, int columns, int queries, CUtensorMap* map) {
+  const int64_t sizes[3] = {p.head_size, p.num_heads, p.num_tokens};
+  const int64_t strides[3] = {1, p.q.stride_head, p.q.stride_token};
+  const int box[3] = {columns, 1, queries};
+  return MakeTensorMap(p.q.data, p.q_dtype, 3, sizes, strides, box, map);
+}
+
 bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map) {
-  const int64_t sizes[4] = {p.head_size, p.num_kv_heads, p.block_size, p.num_blocks};
+  const int64_t sizes[4] = {p.head_size, p.num_kv_heads, p.block_table.block_size,
+                            p.block_table.num_blocks};
   const int64_t strides[4] = {1, c.stride_head, c.stride_token, c.stride_block};
   const int box[4] = {columns, 1, keys, 1};
   return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box, map);

@@ -1,19 +1,18 @@
-// Descriptors of tensors for the bulk tensor copy engine.
+// Tensor maps: the descriptors that TMA copies need.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_TENSOR_MAP_H_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_TENSOR_MAP_H_
 
 #include <cuda.h>
 
-#include <cstdint>
-
 #include "cuda/attention/problem.cuh"
 
 namespace flashxla::attention {
 
-// A tensor of 16-bit or fp8 elements, innermost dimension first, strides in elements; boxes of 128
-// bytes a row are swizzled, elements outside the tensor read as zero. False: the driver refuses.
-bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
-                   const int64_t* strides, const int* box, CUtensorMap* map);
+// For 16-bit or fp8 elements. A box has rows of 128 bytes, which are swizzled; elements outside the
+// tensor read as zero. False if the driver refuses.
+
+// Queries by (dim, head, token), in boxes of `columns` dims and `queries` tokens.
+bool MapQueries(const Problem& p, int columns, int queries, CUtensorMap* map);
 
 // Keys or values by (dim, head, token in block, block), in boxes of `columns` dims and `keys`
 // tokens.

@@ -1,7 +1,9 @@
-// kTile: any other sequence, on the warp-wide tensor-core instructions that every GPU since Ampere
-// has. One block a tile of 64 rows, 16 a warp; the warps share the keys that they bring in.
+// tile: any sequence, with the warp-wide tensor core instructions of all GPUs since Ampere. A
+// thread block computes a q tile of 64 rows, 16 rows per warp. Each warp loads 16 keys of a kv
+// tile, which all warps use.
 #include <algorithm>
 
+#include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/warp_attention.cuh"
@@ -9,8 +11,8 @@
 namespace flashxla::attention {
 namespace {
 
-constexpr int kWarps = kTileRows / 16;
-constexpr int kTileKeys = kWarps * kSliceKeys;
+constexpr int kWarps = kRestQTileRows / 16;
+constexpr int kKvTileKeys = kWarps * kSliceKeys;
 constexpr int kStages = 2;
 
 template <int kDims, bool kFp8>
@@ -31,12 +33,12 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
   auto* masks = reinterpret_cast<uint32_t*>(wide + S::kWideBytes);  // [stage][warp]
   const int warp = threadIdx.x / 32;
 
-  AllowNext();
-  AwaitPrevious();
-  const int num_tiles = p.plan.totals[kTile];
+  TriggerNext();
+  WaitForPrevious();
+  const int num_tiles = p.plan.totals[kRest];
   const int num_items = num_tiles * p.num_kv_heads;
   if (static_cast<int>(blockIdx.x) >= num_items) return;
-  if (p.head_size < kDims) {  // columns behind head_size: see KeyLoader
+  if (p.head_size < kDims) {  // columns past head_size: see KeyLoader
     for (int i = threadIdx.x * 16; i < kStages * S::kStageBytes + S::kWideBytes;
          i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
@@ -45,16 +47,14 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
   }
 
   for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-    // The last tiles of a sequence see the most keys: they start first.
+    // Backwards: the last q tiles of a sequence see the most keys and should start first.
     const int tile = num_tiles - 1 - item / p.num_kv_heads, kv_head = item % p.num_kv_heads;
-    const int index = FindStart(p.plan.tile_starts, p.plan.num_sequences, tile);
-    const Sequence s = p.plan.sequences[index];
-    const int block_row = (tile - p.plan.tile_starts[index]) * kTileRows;
-    const int last_row = min(block_row + kTileRows, s.num_queries * p.group_size) - 1;
-    int first, last, unused;
-    p.Visible(s, block_row / p.group_size, &first, &unused);
-    p.Visible(s, last_row / p.group_size, &unused, &last);
-    first = first / kTileKeys * kTileKeys;
+    const int index = FindStart(p.plan.rest_starts, p.plan.num_sequences, tile);
+    const PlannedSequence s = p.plan.sequences[index];
+    const int block_row = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
+    const int last_row = min(block_row + kRestQTileRows, s.num_queries * p.group_size) - 1;
+    const KeyRange seen = p.Visible(s, block_row / p.group_size, last_row / p.group_size);
+    const int first = seen.begin / kKvTileKeys * kKvTileKeys, last = seen.end;
 
     auto load = [&](int stage, int key) {
       KeyPlaces places = KeyPlaces::None();
@@ -68,11 +68,11 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
       CommitCopies();
     };
     load(0, first);
-    load(1, first + kTileKeys);
+    load(1, first + kKvTileKeys);
     WarpAttention<std::conditional_t<kFp8, __half, T>, kDims, T> rows;
     rows.Begin(p, s, index, kv_head, block_row + warp * 16);
     int stage = 0;
-    for (int key = first; key < last; key += kTileKeys) {
+    for (int key = first; key < last; key += kKvTileKeys) {
       WaitCopies<kStages - 1>();
       char* mine = shared + stage * S::kStageBytes + warp * Loader::kStageBytes;
       uint32_t address = SharedAddress(shared + stage * S::kStageBytes);
@@ -91,19 +91,19 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
         }
       }
       __syncthreads();
-      load(stage, key + kStages * kTileKeys);
+      load(stage, key + kStages * kKvTileKeys);
       stage ^= 1;
     }
     WaitCopies<0>();
-    rows.FinishSums();
+    rows.ReduceRowSums();
     rows.Store(p, s, index, kv_head, block_row + warp * 16);
     __syncthreads();
   }
 }
 
-}  // namespace
+const char* WhyNotTile(const Facts& facts) { return WhyNoTensorCores(facts.problem); }
 
-void LaunchTile(const Problem& p, cudaStream_t stream) {
+flashxla_status LaunchTile(const Problem& p, void*, cudaStream_t stream) {
   WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
     using T = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
@@ -112,11 +112,16 @@ void LaunchTile(const Problem& p, cudaStream_t stream) {
     auto* kernel = TileKernel<T, kDims, kFp8>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const int64_t rows = int64_t{p.num_tokens} * p.group_size;
-    const int64_t items = (rows / kTileRows + p.plan.num_sequences) * p.num_kv_heads;
+    const int64_t items = (rows / kRestQTileRows + p.plan.num_sequences) * p.num_kv_heads;
     const int64_t blocks = int64_t{NumMultiprocessors()} * (kDims > 128 ? 1 : 3);
-    LaunchEarly(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, blocks)), 32 * kWarps,
-                kBytes, stream, p);
+    LaunchDependent(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, blocks)), 32 * kWarps,
+                    kBytes, stream, p);
   });
+  return FLASHXLA_OK;
 }
+
+}  // namespace
+
+const Engine kTileEngine = {"tile", "tensor cores", kRest, WhyNotTile, nullptr, LaunchTile};
 
 }  // namespace flashxla::attention

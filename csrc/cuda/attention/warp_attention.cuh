@@ -1,8 +1,7 @@
-// Attention of one warp: 16 rows against 16 keys at a time, with an online softmax in float32.
+// Attention of one warp: 16 rows times 16 keys at a time, with an online softmax in float32.
 //
-// A row is a query token of one head; the rows of a tile are the tokens of a sequence with the
-// heads that share a KV head innermost, so that keys are read once for all of them. Lane l holds
-// parts of rows l / 4 and l / 4 + 8.
+// A row is one query token of one query head. The heads that share a KV head are neighbouring rows,
+// so that keys are read once for all of them. Lane l holds parts of rows l / 4 and l / 4 + 8.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
 
@@ -12,25 +11,25 @@
 
 namespace flashxla::attention {
 
-// T multiplies, Out is the dtype of out and of 16-bit queries. They differ for bf16 queries on fp8
-// keys, which widen to f16 at a quarter of the cost: a power of two for each row brings the queries
-// into f16's range.
+// T is the dtype of the matrix products, Out that of the output and of 16-bit queries. They differ
+// for bf16 queries with fp8 keys: widening fp8 to f16 costs a quarter of widening it to bf16, so
+// the products are in f16. A power of two per row brings the queries into f16's range.
 template <typename T, int kDims, typename Out = T>
 struct WarpAttention {
   static constexpr int kChunks = kDims / 8;
 
   uint32_t q[kDims / 16][4];
-  float out[kDims / 8][4];  // not divided by the sum yet
-  float top[2], sum[2];     // of each row: largest score (log2), this lane's share of the sum
+  float out[kDims / 8][4];       // not normalized yet
+  float row_max[2], row_sum[2];  // largest score (log2); this lane's share of the sum
   float slope[2];
   int begin[2], end[2];    // keys that each row sees
   int begin_all, end_all;  // keys that all rows of the tile see
   int64_t diagonal[2];     // position of each row among the keys
-  float scale;             // of a dot product; in log2 units if plain
-  float row_scale[2];      // undoes the row\'s power of two
+  float scale;             // factor of the dot products; includes log2(e) if plain
+  float row_scale[2];      // undoes the row's power of two
   bool plain;              // no softcap, no ALiBi
 
-  // Starts on rows [first_row, first_row + 16) of a sequence for one KV head.
+  // Starts a q tile: rows [first_row, first_row + 16) of a sequence and KV head.
   __device__ void Begin(const Problem& p, const Sequence& s, int index, int kv_head,
                         int first_row) {
     const int lane = threadIdx.x & 31;
@@ -39,19 +38,19 @@ struct WarpAttention {
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     if (plain) scale *= kLog2e;
     const int last_row = min(first_row + 15, num_rows - 1);
-    int unused;
-    p.Visible(s, last_row / p.group_size, &begin_all, &unused);
-    p.Visible(s, first_row / p.group_size, &unused, &end_all);
+    begin_all = p.Visible(s, last_row / p.group_size).begin;
+    end_all = p.Visible(s, first_row / p.group_size).end;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
       const int query = row / p.group_size, head = kv_head * p.group_size + row % p.group_size;
       const bool exists = row < num_rows;
-      top[r] = -INFINITY, sum[r] = 0.f, slope[r] = 0.f;
+      row_max[r] = -INFINITY, row_sum[r] = 0.f, slope[r] = 0.f;
       begin[r] = 0, end[r] = 0;
       diagonal[r] = int64_t{query} + s.length - s.num_queries;
       if (exists) {
-        p.Visible(s, query, &begin[r], &end[r]);
+        const KeyRange keys = p.Visible(s, query);
+        begin[r] = keys.begin, end[r] = keys.end;
         slope[r] = p.alibi_slopes.at(index, head, 0.f);
       }
       const int64_t base = (s.first_query + query) * p.q.stride_token + head * p.q.stride_head;
@@ -83,7 +82,7 @@ struct WarpAttention {
     }
   }
 
-  // Adds the 16 keys from `first` on. `mask`: which of them exist.
+  // Processes keys [first, first + 16). `mask` says which of them exist.
   __device__ void Step(const Problem& p, uint32_t keys, uint32_t values, int first, uint32_t mask) {
     const int lane = threadIdx.x & 31;
     float score[2][4] = {};
@@ -128,18 +127,18 @@ struct WarpAttention {
       }
     }
     float factor[2];
-    bool moved = false;
+    bool max_changed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float high = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]),
                          fmaxf(score[1][2 * r], score[1][2 * r + 1]));
       high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
       high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
-      const float new_top = fmaxf(top[r], high);
-      const float base = new_top == -INFINITY ? 0.f : new_top;
-      factor[r] = Exp2(top[r] - base);
-      moved |= new_top != top[r];
-      top[r] = new_top;
+      const float new_max = fmaxf(row_max[r], high);
+      const float base = new_max == -INFINITY ? 0.f : new_max;
+      factor[r] = Exp2(row_max[r] - base);
+      max_changed |= new_max != row_max[r];
+      row_max[r] = new_max;
       float added = 0.f;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -150,9 +149,9 @@ struct WarpAttention {
           added += x;
         }
       }
-      sum[r] = sum[r] * factor[r] + added;
+      row_sum[r] = row_sum[r] * factor[r] + added;
     }
-    if (__any_sync(kAllLanes, moved)) {
+    if (__any_sync(kAllLanes, max_changed)) {
 #pragma unroll
       for (int n = 0; n < kDims / 8; ++n) {
 #pragma unroll
@@ -171,16 +170,16 @@ struct WarpAttention {
     }
   }
 
-  // Makes `sum` the whole row's.
-  __device__ void FinishSums() {
+  // Adds up the lanes' shares of row_sum.
+  __device__ void ReduceRowSums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 1);
-      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
+      row_sum[r] += __shfl_xor_sync(kAllLanes, row_sum[r], 1);
+      row_sum[r] += __shfl_xor_sync(kAllLanes, row_sum[r], 2);
     }
   }
 
-  // Writes the rows, whose sums are finished.
+  // Writes the rows. ReduceRowSums must have been called.
   __device__ void Store(const Problem& p, const Sequence& s, int index, int kv_head,
                         int first_row) const {
     const int lane = threadIdx.x & 31;
@@ -191,12 +190,11 @@ struct WarpAttention {
       if (row >= s.num_queries * p.group_size) continue;
       const int token = s.first_query + row / p.group_size;
       const int head = kv_head * p.group_size + row % p.group_size;
-      const float2 end = FinishRow(top[r], sum[r], p.Sink(head));
+      const float2 end = FinishRow(row_max[r], row_sum[r], p.Sink(head));
       const float factor = end.x * value_scale;
       if (lane % 4 == 0) p.StoreLse(token, head, end.y);
       Out* to = reinterpret_cast<Out*>(p.out.data) + token * p.out.stride_token +
                 head * p.out.stride_head;
-      // Out is that of q, bf16 for an fp8 q.
 #pragma unroll
       for (int n = 0; n < kDims / 8; ++n) {
         const int d = n * 8 + lane % 4 * 2;
@@ -212,25 +210,27 @@ struct WarpAttention {
   }
 
  private:
-  // Turns a row's bf16 queries into T, near 1. Returns the power of two that undoes it.
+  // Converts a row's bf16 queries to T, scaled to numbers near 1 by a power of two. Returns the
+  // factor that undoes it.
   __device__ float Rescale(int r) {
     auto values = [&](int k, int half) {
       return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(q[k][half * 2 + r]));
     };
-    float top = 0.f;
+    float largest = 0.f;
 #pragma unroll
     for (int k = 0; k < kDims / 16; ++k) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 x = values(k, half);
-        top = fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y)));
+        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
     }
-    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-    // The power of two below top, within what has an inverse; NaN and infinity stay what they are.
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    // The largest power of two that is not above `largest`, clamped so that it has an inverse. NaN
+    // and infinity stay what they are.
     const float power =
-        __uint_as_float(min(max(__float_as_uint(top) & 0x7f800000u, 0x01000000u), 0x7e000000u));
+        __uint_as_float(min(max(__float_as_uint(largest) & 0x7f800000u, 0x01000000u), 0x7e000000u));
 #pragma unroll
     for (int k = 0; k < kDims / 16; ++k) {
 #pragma unroll
@@ -242,8 +242,8 @@ struct WarpAttention {
     return power;
   }
 
-  // Elements d and d + 1 of a row, of any strides and dtype. Apart, for the usual case's code shall
-  // be short: what runs once pays for every line of it.
+  // Elements d and d + 1 of a row with any strides and dtype. Not inlined, to keep the code of the
+  // usual case short: a short kernel pays for loading its instructions.
   __device__ __noinline__ static uint32_t LoadElements(const Problem& p, int64_t base, int d) {
     const float x = LoadFloat(p.q.data, base + d * p.q.stride_dim, p.q_dtype);
     const float y =

@@ -2,34 +2,25 @@
 #ifndef FLASHXLA_KV_CACHE_H_
 #define FLASHXLA_KV_CACHE_H_
 
-#include "flashxla/common.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "flashxla/operation.h"
 
 // Writes key[t], value[t] to cache slot slot_mapping[t] = block * block_size + offset, for t in
 // [0, T). A slot outside [0, num_blocks * block_size) skips its token. When two tokens name one
 // slot, which of them stays is unspecified.
-typedef struct flashxla_kv_cache_args {
-  flashxla_tensor key;           // [T', Hk, D] f32, f16, bf16
-  flashxla_tensor value;         // [T', Hk, D], key's dtype
-  flashxla_tensor key_cache;     // by layout; one-tensor layouts hold K and V here
-  flashxla_tensor value_cache;   // by layout; absent for one-tensor layouts
-  flashxla_tensor slot_mapping;  // [T] i32 or i64, T <= T'
-  flashxla_tensor k_scale;       // optional f32 [1] or [Hk]: stored = x / scale (fp8 caches only)
-  flashxla_tensor v_scale;
-  int64_t layout;       // flashxla_layout
-  int64_t cache_dtype;  // flashxla_dtype of a cache element (never U8)
-} flashxla_kv_cache_args;
+//
+// Elements are copied where key's dtype is cache_dtype; otherwise cache_dtype is an fp8 format, and
+// what is stored is x / scale, to nearest even, saturating.
+#define FLASHXLA_KV_CACHE_FIELDS(F)                                                  \
+  F(INPUT, key, NONE)          /* [T', Hk, Dk] float32, float16, bfloat16, or fp8 */ \
+  F(INPUT, value, NONE)        /* [T', Hk, Dv], key's dtype */                       \
+  F(INPUT, key_cache, NONE)    /* updated; by layout: one-tensor layouts are here */ \
+  F(INPUT, value_cache, NONE)  /* updated; absent for one-tensor layouts */          \
+  F(INPUT, slot_mapping, NONE) /* [T] int32 or int64, T <= T' */                     \
+  F(INPUT, k_scale, NONE)      /* optional float32 [1] or [Hk] */                    \
+  F(INPUT, v_scale, NONE)      /* optional float32 [1] or [Hk] */                    \
+  F(LAYOUT, layout, NONE)                                                            \
+  F(DTYPE, cache_dtype, NONE) /* of an element of the caches: never uint8 */
 
-FLASHXLA_EXPORT flashxla_status flashxla_cpu_kv_cache(const flashxla_kv_cache_args* args,
-                                                      const flashxla_context* context);
-FLASHXLA_EXPORT flashxla_status flashxla_cuda_kv_cache(const flashxla_kv_cache_args* args,
-                                                       const flashxla_context* context);
-
-#ifdef __cplusplus
-}
-#endif
+FLASHXLA_OPERATION(kv_cache, FLASHXLA_KV_CACHE_FIELDS);
 
 #endif  // FLASHXLA_KV_CACHE_H_

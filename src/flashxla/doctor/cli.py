@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from flashxla import native, output_file
 from flashxla.doctor import kernels, probe
+from flashxla.platforms import CPU, CUDA, PLATFORMS
 from flashxla.xla import gpu, pjrt_adapter
 
 PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "transformers")
@@ -65,11 +66,11 @@ def _findings() -> Iterator[Finding]:
             yield Finding(package, True, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(package, None, "not installed")
-    for name in native.MORE_NATIVES:
-        if name == "cpu" or native.is_installed(name):
+    for name, where in PLATFORMS.items():
+        if where is CPU or native.is_installed(name):
             yield _try(f"native library ({name})", functools.partial(_library, name))
         else:
-            yield Finding(f"native library ({name})", None, f"not installed; {native.HOW_TO_BUILD[name]}")
+            yield Finding(f"native library ({name})", None, f"not installed; {where.how_to_build}")
     yield _try("XLA runtime of jaxlib", _jax_runtime)
     yield from _kernels()
     yield from _torch_xla()
@@ -172,7 +173,7 @@ def _torch_xla_gpu(plugin: Path) -> tuple[bool | None, str]:
     if not native.is_installed("cuda"):
         return (
             None,
-            f"{text}; no targets: libflashxla_cuda.so is not installed, {native.HOW_TO_BUILD['cuda']}",
+            f"{text}; no targets: libflashxla_cuda.so is not installed, {CUDA.how_to_build}",
         )
     registration.register_torch_xla_on("cuda")
     targets = ", ".join(native.library("cuda").ffi_targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashxla.ops.cache_format import ONE_TENSOR_DIMS, PAIR_DIMS
-from flashxla.ops.op import type_error, value_error
+from flashxla.ops.messages import type_error, value_error
 
 # The default of a function that takes one tensor or a pair. With a pair it means "NHD".
 DEFAULT_LAYOUT = "interleaved"
@@ -22,6 +22,13 @@ def window_sides(function: str, window_size: Any) -> tuple[Any, Any]:
         raise value_error(function, "window_size", repr(window_size), accepted)
     left, right = window_size
     return left, right
+
+
+def sides_of_windows(function: str, sliding_window: Any, window_size: Any) -> tuple[Any, Any]:
+    """The sides of `window_size`, which a call with `sliding_window` cannot have."""
+    if sliding_window is not None and window_size is not None:
+        raise value_error(function, "window_size", f"{window_size!r} beside sliding_window", "one of the two")
+    return window_sides(function, window_size)
 
 
 def cache_tensors(function: str, kv_cache: Any, layout: Any) -> tuple[Any, Any, Any]:

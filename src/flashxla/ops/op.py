@@ -1,44 +1,24 @@
 """How an operation is declared, and what follows from a declaration.
 
-A declaration (`Op`) names an operation's arguments, their dtypes and symbolic shapes, and which of them it
-updates in place. `Op.resolve` holds a call against it: wrong input raises a TypeError or ValueError that names
-the operation, the argument, what it got and what it takes; right input gives a `Call`, the form that every
-front end lowers: operands and results of a native operation, its attributes, and which result is which operand.
+A declaration (`Op`) names an operation's arguments, their dtypes and symbolic shapes, which of them it updates in
+place, what it returns, and the operation that computes its gradients. `Op.resolve` holds a call against it: wrong
+input raises a TypeError or ValueError that names the function, the argument, what it got and what it takes. Right
+input gives a `Call`, the form that every front end lowers: which tensor is which field of the native operation
+(csrc/include/flashxla), its scalars, its results, and which operands it updates.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
-
+from flashxla.ops.messages import type_error, value_error
+from flashxla.ops.parameters import Parameter, Result, Scalar, Tensor
 from flashxla.ops.shapes import Shape, match
 
-FLOATS = ("float32", "float16", "bfloat16")
-FP8 = ("float8_e4m3fn", "float8_e5m2")
-REQUIRED = object()  # the default of a scalar that a call must name
-
-# What a scalar of each declared type may be given as. NumPy's numbers are registered as numbers, its bool is not.
-_SCALAR_TYPES: dict[type, tuple[type, ...]] = {
-    int: (numbers.Integral,),
-    float: (numbers.Real,),
-    bool: (numbers.Integral, np.bool_),
-    str: (str,),
-}
-
-
-def value_error(function: str, argument: str, got: object, accepted: str) -> ValueError:
-    """A ValueError in the one form that all messages have."""
-    return ValueError(f"{function}: {argument}: got {got}; accepted: {accepted}")
-
-
-def type_error(function: str, argument: str, got: object, accepted: str) -> TypeError:
-    """A TypeError in the one form that all messages have."""
-    return TypeError(f"{function}: {argument}: got {got}; accepted: {accepted}")
+Attribute = int | float | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,129 +33,55 @@ class Aval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Native:
-    """A function of the C ABI: the fields of its argument struct, in their order (csrc/include/flashxla)."""
-
-    name: str
-    inputs: tuple[str, ...]
-    results: tuple[str, ...]
-    integers: tuple[str, ...] = ()
-    floats: tuple[str, ...] = ()
-
-    @property
-    def target(self) -> str:
-        """The name of its XLA custom call target."""
-        return f"flashxla_{self.name}"
-
-    def ffi_attributes(
-        self,
-        op: str,
-        operands: Mapping[str, str],
-        results: Collection[str],
-        scalars: Mapping[str, int | float],
-    ) -> dict[str, int | float | str]:
-        """The attributes of a custom call: native scalars, which tensors are present, names for messages.
-
-        operands: what the op calls each present input.
-        """
-        return {
-            "op": op,
-            "arguments": ",".join(operands.get(slot, "") for slot in self.inputs),
-            "operands": sum(1 << bit for bit, slot in enumerate(self.inputs) if slot in operands),
-            "results": sum(1 << bit for bit, slot in enumerate(self.results) if slot in results),
-            **scalars,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor argument.
-
-    dims: its symbolic shape, alternatives separated by "|", or "" for one that the rule checks.
-    slot: the field of the native struct that it fills.
-    named_beside: (name, argument): what messages call it in a call that has that argument too.
-    """
-
-    name: str
-    dims: str
-    dtypes: tuple[str, ...]
-    slot: str
-    optional: bool = False
-    mutated: bool = False
-    named_beside: tuple[str, str] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Scalar:
-    """An argument that is part of the compiled program: an int, float, bool or str."""
-
-    name: str
-    type: type
-    default: Any = REQUIRED
-
-    @property
-    def required(self) -> bool:
-        """Whether a call must name it."""
-        return self.default is REQUIRED
-
-    def convert(self, function: str, value: Any) -> Any:
-        """A value given for it as its own type. Raises TypeError, which names `function`."""
-        if type(value) is self.type or (value is None and self.default is None):
-            return value
-        # Symbolic numbers of torch.compile stay: making an int of one would bind the program to its value.
-        if hasattr(value, "node"):
-            return value
-        if not isinstance(value, _SCALAR_TYPES[self.type]):
-            or_none = " or None" if self.default is None else ""
-            raise type_error(
-                function, self.name, f"{value!r} ({type(value).__name__})", f"{self.type.__name__}{or_none}"
-            )
-        return self.type(value)
-
-
-Parameter = Tensor | Scalar
-
-
-@dataclasses.dataclass(frozen=True)
 class Call:
     """A valid call, ready to be lowered.
 
-    operands: (argument, native field) of each present tensor, in the native order.
-    results: the avals of the native results that it computes: the first ones, in the native order.
-    aliases: (result, operand) of each result that is an operand's buffer.
-    attributes: the native scalars by name.
+    operands: (argument, native field) of each tensor that it takes.
+    results: (native field, aval) of each result that it computes.
+    updates: the positions of the operands that it updates in place.
+    attributes: the native scalars by field; layouts and dtypes by name.
+    arguments, scalars: the op's own arguments, as they were given.
     """
 
     op: Op
     operands: tuple[tuple[str, str], ...]
-    results: tuple[Aval, ...]
-    aliases: tuple[tuple[int, int], ...]
-    attributes: tuple[tuple[str, int | float], ...]
-
-    @property
-    def native(self) -> Native:
-        """The native function that runs it."""
-        return self.op.native
+    results: tuple[tuple[str, Aval], ...]
+    updates: tuple[int, ...]
+    attributes: tuple[tuple[str, Attribute], ...]
+    arguments: tuple[tuple[str, Aval | None], ...]
+    scalars: tuple[tuple[str, Any], ...]
 
     @functools.cached_property
     def labels(self) -> dict[str, str]:
         """What the caller calls each operand, by native field."""
         given = {name for name, _ in self.operands}
-        return {slot: self.op.label(name, given.__contains__) for name, slot in self.operands}
+        return {field: self.op.label(name, given.__contains__) for name, field in self.operands}
+
+    @functools.cached_property
+    def updated_fields(self) -> tuple[str, ...]:
+        """The native fields of the operands that it updates."""
+        return tuple(self.operands[i][1] for i in self.updates)
+
+    @functools.cached_property
+    def result_names(self) -> tuple[str, ...]:
+        """What the op calls each result that it computes."""
+        names = {result.field: result.name for result in self.op.results}
+        return tuple(names[field] for field, _ in self.results)
+
+    def requesting(self, results: Collection[str]) -> Call:
+        """The same call, which also computes those of `results` that are computed on request."""
+        asked = {r.when: True for r in self.op.results if r.when and r.name in results}
+        if not asked:
+            return self
+        return self.op.resolve(dict(self.arguments), {**dict(self.scalars), **asked})
 
     def user_message(self, message: str) -> str:
         """A native message in the caller's words: with the function, and its name for the field it starts with."""
-        for slot, label in self.labels.items():
-            if message.startswith((f"{slot}[", f"{slot} ", f"{slot}:")):
-                message = label + message[len(slot) :]
+        for field, label in self.labels.items():
+            if message.startswith((f"{field}[", f"{field} ", f"{field}:")):
+                message = label + message[len(field) :]
                 break
         return f"{self.op.function}: {message}"
-
-    @property
-    def ffi_attributes(self) -> dict[str, int | float | str]:
-        """The attributes of the custom call."""
-        results = self.native.results[: len(self.results)]
-        return self.native.ffi_attributes(self.op.function, self.labels, results, dict(self.attributes))
 
 
 class Inputs:
@@ -224,34 +130,69 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """What a rule adds to the generic checks: native attributes, results, and tensors it leaves out."""
+    """What a rule adds to the generic checks.
 
-    attributes: Mapping[str, int | float]
-    results: tuple[Aval, ...]
+    attributes: the native scalars. results: every result by name; those that the call does not ask for are dropped.
+    unused: tensors that the call leaves out.
+    """
+
+    attributes: Mapping[str, Attribute]
+    results: Mapping[str, Aval] = dataclasses.field(default_factory=dict)
     unused: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Vjp:
+    """The gradients of an operation, which another operation computes.
+
+    op: takes `grad_<result>` for results, residuals, and scalars of the same names; returns `grad_<argument>` for
+        the arguments that have a gradient. A result whose gradient is optional may have none.
+    residuals: the arguments and results that it takes. A result that is computed on request is requested.
+    constants: arguments that the operation updates and through which no derivative goes, as through running
+        statistics. A derivative through any other update is an error.
+    """
+
+    op: Op
+    residuals: tuple[str, ...]
+    constants: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """The declaration of an operation.
 
-    rule: checks what the argument table cannot say and resolves the native attributes and results. It calls
+    native: the operation of the native library that runs it (csrc/include/flashxla).
+    rule: checks what the parameters cannot say, and gives the native scalars and the results. It calls
         `Inputs.check_dims` itself for tensors whose dims are "" (they depend on other arguments).
-    result_names: what the op returns; empty for an op that only updates its mutated arguments.
-    public_name: the function that users call, where it is not called as the op is.
+    results: what it returns beside its updates.
+    public: the function that users call. It takes their arguments and returns those of the op, in order; its
+        signature and docstring are those of every front end. None: the op has no function of its own.
+    vjp: how it is differentiated. None: it has no backward pass.
     """
 
     name: str
-    native: Native
+    native: str
     parameters: tuple[Parameter, ...]
     rule: Callable[[Inputs], Resolution]
-    result_names: tuple[str, ...] = ()
-    public_name: str = ""
+    results: tuple[Result, ...] = ()
+    public: Callable[..., tuple[Any, ...]] | None = None
+    vjp: Vjp | None = None
+
+    def __post_init__(self) -> None:
+        if self.vjp is None:
+            return
+        taken = {t.name for t in self.vjp.op.tensors} - {f"grad_{r.name}" for r in self.results}
+        known = {t.name for t in self.tensors if not t.updated} | {r.name for r in self.results}
+        assert taken == set(self.vjp.residuals) <= known, f"{self.name}: residuals"
+        assert set(self.vjp.constants) <= {t.name for t in self.updated}, f"{self.name}: constants"
+        assert {s.name for s in self.vjp.op.scalars} <= {s.name for s in self.scalars}, (
+            f"{self.name}: scalars"
+        )
 
     @functools.cached_property
     def function(self) -> str:
         """The function that users call, which messages name."""
-        return self.public_name or self.name
+        return self.public.__name__ if self.public else self.name
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -279,15 +220,15 @@ class Op:
         return tuple(p for p in self.parameters if isinstance(p, Scalar))
 
     @functools.cached_property
-    def mutated(self) -> tuple[Tensor, ...]:
+    def updated(self) -> tuple[Tensor, ...]:
         """The arguments that the op updates in place."""
-        return tuple(t for t in self.tensors if t.mutated)
+        return tuple(t for t in self.tensors if t.updated)
 
     def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
         """What messages call an argument in a call that has the tensors for which `is_given` holds."""
         for tensor in self.tensors:
-            if tensor.name == argument and tensor.named_beside and is_given(tensor.named_beside[1]):
-                return tensor.named_beside[0]
+            if tensor.name == argument and tensor.pair and is_given(tensor.pair[1]):
+                return tensor.pair[0]
         return argument
 
     def resolve(self, tensors: Mapping[str, Aval | None], scalars: Mapping[str, Any]) -> Call:
@@ -296,21 +237,20 @@ class Op:
         for tensor in self.tensors:
             self._check_tensor(inputs, tensor)
         for scalar in self.scalars:
-            self._check_scalar(inputs, scalar)
+            inputs.scalars[scalar.name] = scalar.convert(self.function, inputs[scalar.name])
+        values = tuple(inputs.scalars.items())  # before a rule fills in what depends on the shapes
         resolution = self.rule(inputs)
-
-        slots = {t.slot: t for t in self.tensors}
-        operands: list[tuple[str, str]] = []
-        aliases: list[tuple[int, int]] = []
-        for slot in self.native.inputs:
-            if slot not in slots or slots[slot].name in resolution.unused or inputs[slots[slot].name] is None:
-                continue
-            tensor = slots[slot]
-            if tensor.mutated:
-                aliases.append((self.native.results.index(slot), len(operands)))
-            operands.append((tensor.name, slot))
-        attributes = tuple(resolution.attributes.items())
-        return Call(self, tuple(operands), resolution.results, tuple(aliases), attributes)
+        given = [t for t in self.tensors if inputs[t.name] is not None and t.name not in resolution.unused]
+        wanted = [r for r in self.results if r.is_wanted(inputs.scalars)]
+        return Call(
+            self,
+            operands=tuple((t.name, t.field) for t in given),
+            results=tuple((r.field, resolution.results[r.name]) for r in wanted),
+            updates=tuple(i for i, t in enumerate(given) if t.updated),
+            attributes=tuple(resolution.attributes.items()),
+            arguments=tuple(inputs.tensors.items()),
+            scalars=values,
+        )
 
     def _check_tensor(self, inputs: Inputs, tensor: Tensor) -> None:
         aval = inputs[tensor.name]
@@ -322,6 +262,3 @@ class Op:
             raise inputs.type_error(tensor.name, f"dtype {aval.dtype}", ", ".join(tensor.dtypes))
         if tensor.dims:
             inputs.check_dims(tensor.name, tensor.dims)
-
-    def _check_scalar(self, inputs: Inputs, scalar: Scalar) -> None:
-        inputs.scalars[scalar.name] = scalar.convert(self.function, inputs[scalar.name])

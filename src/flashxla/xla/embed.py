@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,21 +22,31 @@ from flashxla.torch_calls import Values
 from flashxla.xla import registration
 
 
-def run(op: Op, values: Values, donate: bool = False) -> list[torch.Tensor]:
-    """Add an operation on XLA tensors to the graph; returns its results.
+def run(op: Op, values: Values, donate: bool = False) -> tuple[Call, list[torch.Tensor]]:
+    """Add an operation on XLA tensors to the graph; returns the call, its results and then what it updates.
 
     donate: let the compiled program reuse the buffers of operands that the call updates in place. Only for
         operands whose old value dies with the call, which torch.compile's graphs do not tell XLA by themselves.
     """
-    import torch_xla
-
-    call, computation = _program(op, torch_calls.signature(op, values))
+    call, computation = program(op, torch_calls.signature(op, values))
     operands = [values[op.names.index(name)] for name, _ in call.operands]
     if donate:
-        for _, operand in call.aliases:
+        for operand in call.updates:
             _donate(operands[operand])
     # Reversed: see _lower.
-    return torch_xla._XLAC._xla_user_computation(f"xla::{call.native.target}", operands[::-1], computation)
+    return call, user_computation()(name_of(call), operands[::-1], computation)
+
+
+def user_computation() -> Callable[..., list[torch.Tensor]]:
+    """The function that adds a computation to the graph."""
+    import torch_xla
+
+    return torch_xla._XLAC._xla_user_computation
+
+
+def name_of(call: Call) -> str:
+    """What the graph calls a call's node."""
+    return f"xla::flashxla_{call.op.native}"
 
 
 def _donate(tensor: torch.Tensor) -> None:
@@ -49,17 +59,17 @@ def _donate(tensor: torch.Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(op: Op, signature: torch_calls.Signature) -> tuple[Call, Any]:
+def program(op: Op, signature: torch_calls.Signature) -> tuple[Call, Any]:
     """A call and its computation. Raises TypeError and ValueError."""
     import torch_xla
 
     registration.register_torch_xla()
     call = torch_calls.resolve(op, signature)
-    given = torch_calls.layouts(op, signature)
+    given = torch_calls.tensor_metas(op, signature)
     operands = [given[name] for name, _ in call.operands]
-    avals = tuple(torch_calls.aval(layout) for layout in operands if layout is not None)
+    avals = tuple(torch_calls.aval(meta) for meta in operands if meta is not None)
     hlo = _lower(call, avals, registration.torch_xla_platform())
-    return call, torch_xla._XLAC._xla_op_computation_from_module_proto(call.native.target, hlo)
+    return call, torch_xla._XLAC._xla_op_computation_from_module_proto(f"flashxla_{call.op.native}", hlo)
 
 
 def _lower(call: Call, operands: tuple[Aval, ...], platform: str) -> bytes:
@@ -74,7 +84,7 @@ def _lower(call: Call, operands: tuple[Aval, ...], platform: str) -> bytes:
     def computation(*args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax_calls.custom_call(call, args[::-1]))
 
-    computation.__name__ = call.native.target
+    computation.__name__ = f"flashxla_{call.op.native}"
     # keep_unused: the computation's parameters are the operands, whatever the call makes of them.
     with jax.enable_x64(True), jax.default_device(_device_to_lower_for()), _no_source_locations():
         traced = jax.jit(computation, keep_unused=True).trace(*map(jax_calls.shape_dtype, operands[::-1]))

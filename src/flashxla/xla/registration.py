@@ -11,9 +11,14 @@ import functools
 import sys
 
 from flashxla import native
-from flashxla.xla import gpu
+from flashxla.platforms import CPU, PLATFORMS
 
-_TORCH_XLA_PLATFORMS = {"CPU": "cpu", gpu.DEVICE: "cuda"}
+_TORCH_XLA_PLATFORMS = {platform.torch_xla_device: platform.name for platform in PLATFORMS.values()}
+
+
+def targets() -> set[str]:
+    """The custom call targets of every platform whose library is installed."""
+    return {name for p in PLATFORMS if native.is_installed(p) for name in native.library(p).ffi_targets}
 
 
 @functools.cache
@@ -24,13 +29,12 @@ def register_jax() -> None:
     """
     import jax
 
-    platforms = {"cpu": "cpu", "cuda": "CUDA"}
-    for platform, jax_name in platforms.items():
-        if platform == "cuda" and not native.is_installed("cuda"):
+    for platform in PLATFORMS.values():
+        if platform is not CPU and not native.is_installed(platform.name):
             continue
-        for name, address in native.library(platform).ffi_targets.items():
+        for name, address in native.library(platform.name).ffi_targets.items():
             handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=jax_name)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform.jax_registry)
 
 
 def torch_xla_platform() -> str:

@@ -1,0 +1,85 @@
+// Chooses the engines of a call. The choice depends on static facts only, so that what a call
+// needs, its plan and the call itself agree.
+#include <algorithm>
+#include <cstdio>
+
+#include "common/needs.h"
+#include "common/tensor_view.h"
+#include "cuda/attention/dispatch.cuh"
+#include "cuda/attention/engines.h"
+
+namespace flashxla::attention {
+namespace {
+
+// For each role the fastest engine comes first.
+constexpr const Engine* kEngines[] = {&kSplitEngine, &kWideEngine, &kTileEngine, &kSimtEngine,
+                                      &kGeneralEngine};
+
+// Whether the steps of the few-queries role fit into 32 bits, whatever cu_seqlens_q holds: a
+// sequence may have more queries than its caller promised.
+bool AreCountable(const Facts& facts) {
+  const Problem& p = facts.problem;
+  const double rows = static_cast<double>(p.num_tokens) * p.group_size;
+  const double q_tiles = rows / kFewQTileRows + static_cast<double>(facts.num_sequences);
+  const double kv_tiles = static_cast<double>(facts.capacity / kFewKvTileKeys + 2);
+  return q_tiles * kv_tiles < double{INT32_MAX};
+}
+
+}  // namespace
+
+const char* WhyOnlyGeneral(const Problem& p) {
+  if (p.head_size != p.v_head_size || p.head_size > kMaxUsualHeadSize) {
+    static thread_local char why[64];  // valid until this thread's next call
+    std::snprintf(why, sizeof(why), "head sizes %d and %d need the general kernel", p.head_size,
+                  p.v_head_size);
+    return why;
+  }
+  if (p.out_dtype != (IsFp8(p.q_dtype) ? int32_t{FLASHXLA_BF16} : p.q_dtype)) {
+    return "out and the queries differ in dtype";
+  }
+  if (p.kv_dtype != p.out_dtype && !IsFp8(p.kv_dtype)) {
+    return "keys and queries differ in dtype";
+  }
+  return "";
+}
+
+const char* WhyNoTensorCores(const Problem& p) {
+  if (const char* why = WhyOnlyGeneral(p); why[0] != '\0') return why;
+  return p.q_dtype == FLASHXLA_F32 ? "float32 queries need CUDA cores" : "";
+}
+
+Choice ChooseEngines(const Facts& facts) {
+  Choice choice = {};
+  for (const Engine* engine : kEngines) {
+    const Engine*& chosen = choice.engines[engine->role];
+    const char*& why_not = choice.why_not[engine->role];
+    if (chosen != nullptr) continue;
+    const char* why = engine->why_not(facts);
+    if (why[0] == '\0') chosen = engine;
+    if (why_not == nullptr) why_not = why;
+  }
+  if (choice.engines[kFew] != nullptr) {
+    const Problem& p = facts.problem;
+    choice.num_few_blocks = NumFewBlocks(p);
+    const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
+    choice.all_few = longest <= MaxFewRows(p.group_size) && AreCountable(facts);
+  }
+  return choice;
+}
+
+void AddKernels(const Choice& choice, flashxla_needs* needs) {
+  const Engine &few = choice.Of(kFew), &many = choice.Of(kMany), &rest = choice.Of(kRest);
+  if (choice.all_few) {
+    AddKernel(needs, {"all queries", few.name, few.description, ""});
+  } else if (&few == &many) {
+    AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});
+  } else {
+    AddKernel(needs, {"few queries", few.name, few.description, choice.why_not[kFew]});
+    AddKernel(needs, {"many queries", many.name, many.description, choice.why_not[kMany]});
+    if (&rest != &few && &rest != &many) {
+      AddKernel(needs, {"other sequences", rest.name, rest.description, ""});
+    }
+  }
+}
+
+}  // namespace flashxla::attention

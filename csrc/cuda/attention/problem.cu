@@ -1,0 +1,98 @@
+// Turns an attention call's arguments into the Problem that the kernels see.
+
+#include "common/attention_arguments.h"
+#include "cuda/attention/engines.h"
+
+namespace flashxla::attention {
+namespace {
+
+PerHead HeadsOf(const flashxla_tensor& t) {
+  const ScaleView view(t);
+  return {view.data, view.stride_seq, view.stride_head};
+}
+
+Cache CacheOf(const CacheView& view) {
+  return {view.data, view.stride_block, view.stride_token, view.stride_head, view.stride_dim};
+}
+
+Rows RowsOf(const flashxla_tensor& t) {
+  return {static_cast<char*>(t.data), t.stride[0], t.stride[1], t.stride[2]};
+}
+
+// Whether offsets in units of 16 bytes fit 32 bits, i.e. whether the cache spans less than 64 GiB.
+bool IsNear(const Cache& c, const CacheView& view, int64_t size) {
+  const int64_t last =
+      (view.num_blocks - 1) * c.stride_block + (view.block_size - 1) * c.stride_token;
+  return c.stride_block >= 0 && c.stride_token >= 0 && last * size / 16 < (int64_t{1} << 32);
+}
+
+bool InVectors(const Cache& c, int64_t head_size, int64_t size) {
+  constexpr int64_t kVector = 16;
+  return c.stride_dim == 1 && reinterpret_cast<uintptr_t>(c.data) % kVector == 0 &&
+         head_size * size % kVector == 0 && c.stride_block * size % kVector == 0 &&
+         c.stride_token * size % kVector == 0 && c.stride_head * size % kVector == 0;
+}
+
+bool InPairs(const Rows& r, int64_t dtype, int64_t head_size) {
+  return ElementSize(dtype) == 2 && head_size % 2 == 0 && r.stride_dim == 1 &&
+         r.stride_head % 2 == 0 && r.stride_token % 2 == 0 &&
+         reinterpret_cast<uintptr_t>(r.data) % 4 == 0;
+}
+
+int32_t LogOf(int64_t block_size) {
+  for (int32_t shift = 0; shift < 31; ++shift) {
+    if (block_size == int64_t{1} << shift) return shift;
+  }
+  return -1;
+}
+
+Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index) {
+  Problem p = {};
+  CacheView k, v;
+  ViewKeys(args, &k, &v);
+  p.q = RowsOf(args.q), p.out = RowsOf(args.out);
+  p.lse = static_cast<float*>(args.lse.data);
+  p.lse_stride_head = args.lse.stride[0], p.lse_stride_token = args.lse.stride[1];
+  p.k = CacheOf(k), p.v = CacheOf(v);
+  p.block_table = index.block_table;
+  p.window = WindowOf(args);
+  p.num_tokens = index.num_tokens;
+  p.num_heads = static_cast<int32_t>(args.q.shape[1]);
+  p.num_kv_heads = static_cast<int32_t>(k.num_heads);
+  p.group_size = p.num_heads / p.num_kv_heads;
+  p.head_size = static_cast<int32_t>(k.head_size);
+  p.v_head_size = static_cast<int32_t>(v.head_size);
+  p.block_shift = LogOf(k.block_size);
+  p.q_dtype = static_cast<int32_t>(args.q.dtype);
+  p.kv_dtype = static_cast<int32_t>(args.kv_dtype);
+  p.out_dtype = static_cast<int32_t>(args.out.dtype);
+  p.sink_dtype = static_cast<int32_t>(args.sinks.dtype);
+  p.softmax_scale = static_cast<float>(args.softmax_scale);
+  p.softcap = static_cast<float>(args.softcap);
+  p.q_descale = HeadsOf(args.q_descale);
+  p.k_descale = HeadsOf(args.k_descale);
+  p.v_descale = HeadsOf(args.v_descale);
+  p.alibi_slopes = HeadsOf(args.alibi_slopes);
+  p.sinks = args.sinks.data;
+  p.sinks_stride = args.sinks.stride[0];
+  const int64_t size = ElementSize(args.kv_dtype);
+  p.kv_vectors = InVectors(p.k, k.head_size, size) && InVectors(p.v, v.head_size, size);
+  p.kv_near = IsNear(p.k, k, size) && IsNear(p.v, v, size);
+  p.q_pairs = InPairs(p.q, args.q.dtype, k.head_size);
+  p.out_pairs = InPairs(p.out, args.out.dtype, v.head_size);
+  return p;
+}
+
+}  // namespace
+
+Facts FactsOf(const flashxla_attention_args& args, bool aligned) {
+  flashxla_attention_args known = args;
+  if (aligned) {
+    alignas(256) static char address;
+    known.q.data = known.k.data = known.v.data = known.out.data = &address;
+  }
+  const IndexTensors index = IndexTensorsOf(known);
+  return {ProblemOf(known, index), index.num_sequences, args.max_seqlen_q, index.capacity};
+}
+
+}  // namespace flashxla::attention

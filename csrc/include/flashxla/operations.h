@@ -1,0 +1,14 @@
+// flashxla C ABI: every operation, O(name, fields).
+#ifndef FLASHXLA_OPERATIONS_H_
+#define FLASHXLA_OPERATIONS_H_
+
+#include "flashxla/attention.h"
+#include "flashxla/kv_cache.h"
+#include "flashxla/merge_states.h"
+
+#define FLASHXLA_OPERATIONS(O)            \
+  O(kv_cache, FLASHXLA_KV_CACHE_FIELDS)   \
+  O(attention, FLASHXLA_ATTENTION_FIELDS) \
+  O(merge_states, FLASHXLA_MERGE_STATES_FIELDS)
+
+#endif  // FLASHXLA_OPERATIONS_H_

@@ -1,0 +1,18 @@
+"""The public functions of the operations, as the declarations have them; for type checkers.
+
+Each front end has them under these names and signatures, made from the declarations (flashxla.ops.OPS).
+"""
+
+from flashxla.ops.flash_attn_varlen import flash_attn_varlen_func
+from flashxla.ops.kv_cache import reshape_and_cache, reshape_and_cache_flash
+from flashxla.ops.merge_states import merge_attn_states
+from flashxla.ops.paged_attention import paged_attention, ragged_paged_attention
+
+__all__ = [
+    "flash_attn_varlen_func",
+    "merge_attn_states",
+    "paged_attention",
+    "ragged_paged_attention",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+]

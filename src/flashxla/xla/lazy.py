@@ -1,0 +1,101 @@
+"""Calls on lazy XLA tensors by a short way: what PyTorch's dispatcher would find out in five steps is known here.
+
+A lazy step traces every operation in Python each time, and its host time is what bounds small batches. The long way
+through autograd, functionalization and the XLA kernel (flashxla.torch_library) does the same and stays for every call
+that is not plain: gradients, torch.compile, modes, transforms, subclasses, other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from flashxla import torch_calls
+from flashxla.ops.op import Op
+
+# What a call returns that cannot take the short way.
+LONG_WAY = object()
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_MAX_PROGRAMS = 4096
+
+_is_functional = torch._is_functional_tensor
+_unwrapped = torch._from_functional_tensor
+_sync: Callable[[torch.Tensor], None] = torch._functionalize_sync  # type: ignore[attr-defined]
+_replace: Callable[..., None] = torch._functionalize_replace  # type: ignore[attr-defined]
+_commit: Callable[[torch.Tensor], None] = torch._functionalize_commit_update  # type: ignore[attr-defined]
+# Tells torch_xla that an update takes the old value's place, which lets it donate the buffer.
+_propagate: Callable[..., None] = torch.ops.aten._propagate_xla_data.default._op
+
+
+def short_way(op: Op) -> Callable[[tuple[Any, ...]], Any]:
+    """A function of an op's arguments that runs it on plain lazy tensors, or returns LONG_WAY."""
+    tensors = tuple(i for i, is_tensor in enumerate(op.is_tensor) if is_tensor)
+    scalars = tuple(i for i, is_tensor in enumerate(op.is_tensor) if not is_tensor)
+    updated = tuple(op.names.index(t.name) for t in op.updated)
+    programs: dict[Any, _Program] = {}
+
+    def run(values: tuple[Any, ...]) -> Any:
+        if _is_special():
+            return LONG_WAY
+        inner = list(values)
+        key = [values[i] for i in scalars]
+        may_need_grad = torch.is_grad_enabled()
+        for i in tensors:
+            x = values[i]
+            if x is None:
+                key.append(None)
+                continue
+            if type(x) not in _PLAIN or not _is_functional(x) or (may_need_grad and x.requires_grad):
+                return LONG_WAY
+            _sync(x)
+            inner[i] = x = _unwrapped(x)
+            key += x.shape, x.dtype, x.device
+        program = programs.get(known := tuple(key))
+        if program is None:
+            if len(programs) == _MAX_PROGRAMS:
+                programs.clear()
+            program = programs[known] = _Program(op, tuple(inner))
+        results = program.run(inner)
+        count = program.num_results
+        if updated:
+            caches = [values[i] for i in updated if values[i] is not None]
+            for cache, update in zip(caches, results[count:], strict=True):
+                new = _unwrapped(update)
+                _propagate(_unwrapped(cache), new)
+                _replace(cache, new)
+                _commit(cache)
+                _sync(cache)
+            torch_calls.mark_updated(caches)
+        return results[0] if count == 1 else tuple(results[:count]) or None
+
+    return run
+
+
+class _Program:
+    """The computation of a call, and the order of its operands."""
+
+    def __init__(self, op: Op, values: tuple[Any, ...]) -> None:
+        from flashxla.xla import embed
+
+        call, self._computation = embed.program(op, torch_calls.signature(op, values))
+        self._name = embed.name_of(call)
+        self._operands = [op.names.index(name) for name, _ in call.operands][::-1]
+        self._run = embed.user_computation()
+        self.num_results = len(call.results)
+
+    def run(self, values: list[Any]) -> list[torch.Tensor]:
+        """The results, and behind them what the call updates, as functional tensors."""
+        return self._run(self._name, [values[i] for i in self._operands], self._computation)
+
+
+def _is_special() -> bool:
+    """Whether something looks on, which must see the call."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
