@@ -37,8 +37,6 @@ class FakeRunner:
         self.shapes.add(inputs.input_ids.shape[1])
         assert 1 <= num_seqs <= self.limits.max_seqs
         assert all(start == count for start in starts[num_seqs:])
-        assert (inputs.slot_mapping[:count] >= 0).all() and (inputs.slot_mapping[count:] == -1).all()
-        self.cache[inputs.slot_mapping[:count].long()] = inputs.input_ids[0, :count]
 
         logits = torch.zeros(self.limits.max_seqs, VOCABULARY)
         for row in range(num_seqs):
@@ -48,9 +46,12 @@ class FakeRunner:
                 range(length - query, length)
             )
             assert int(inputs.logits_rows[row]) == starts[row + 1] - 1
-            slots = torch.arange(length)
-            blocks = inputs.block_tables[row, slots // self.limits.block_size]
-            history = self.cache[blocks * self.limits.block_size + slots % self.limits.block_size]
+            positions = torch.arange(length)
+            blocks = inputs.block_tables[row, positions // self.limits.block_size]
+            slots = blocks * self.limits.block_size + positions % self.limits.block_size
+            # The new tokens are the last of the sequence's keys, and are written where those lie.
+            self.cache[slots[length - query :]] = inputs.input_ids[0, starts[row] : starts[row + 1]]
+            history = self.cache[slots]
             logits[row, next_token(history.tolist())] = 1
         return logits
 

@@ -88,7 +88,10 @@ _TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_atte
     ("config", "message"),
     [
         (MambaConfig(**_TINY), "has layers of type linear_attention"),
-        (LlamaConfig(**_TINY, head_dim=320), "LlamaAttention: flash_attn_varlen_func: q: got head size 320"),
+        (
+            LlamaConfig(**_TINY, head_dim=640),
+            "LlamaAttention: ragged_paged_attention: query: got head size 640",
+        ),
         (BloomConfig(vocab_size=259, hidden_size=16, n_layer=1, n_head=2), "takes no position_ids"),
         (FalconConfig(**_TINY), "does not use transformers' attention interface"),
         (

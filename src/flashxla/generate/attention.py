@@ -46,15 +46,17 @@ Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """What a layer's cache must hold."""
+    """What a layer's cache must hold: keys of head_size, values of value_size."""
 
     num_kv_heads: int
     head_size: int
+    value_size: int
     dtype: torch.dtype
 
-    def block_shape(self, block_size: int) -> tuple[int, int, int]:
-        """The shape of one block of keys, or of values."""
-        return block_size, self.num_kv_heads, self.head_size
+    def block_shapes(self, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of one block of keys, and of values."""
+        tokens = block_size, self.num_kv_heads
+        return (*tokens, self.head_size), (*tokens, self.value_size)
 
 
 def paged_attention(
@@ -76,34 +78,22 @@ def paged_attention(
 
     query, key, value: [1, heads, T, head size], as transformers' layers make them.
     """
-    key_cache, value_cache = flashxla_caches[module.layer_idx]
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    # The cache has one head size; models with smaller values (multi-head latent attention) are padded.
-    value_size, head_size = value.shape[-1], key.shape[-1]
-    if value_size < head_size:
-        value = torch.nn.functional.pad(value, (0, head_size - value_size))
-    fx.reshape_and_cache_flash(
-        key.contiguous(), value.contiguous(), key_cache, value_cache, flashxla_step.slot_mapping
-    )
-    block_tables = flashxla_step.block_tables
-    out: Any = fx.flash_attn_varlen_func(
-        query.contiguous(),
-        key_cache,
-        value_cache,
-        max_seqlen_q=query.shape[0],
-        cu_seqlens_q=flashxla_step.query_start_loc,
-        max_seqlen_k=block_tables.shape[1] * key_cache.shape[1],
-        seqused_k=flashxla_step.context_lens,
-        block_table=block_tables,
-        num_seqs=flashxla_step.num_seqs,
-        softmax_scale=scaling,
-        causal=True,
-        # transformers counts the query's own key among the window, flash-attention does not.
-        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
-        softcap=softcap or 0.0,
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    out: Any = fx.ragged_paged_attention(
+        query,
+        key,
+        value,
+        flashxla_caches[module.layer_idx],
+        flashxla_step.context_lens,
+        flashxla_step.block_tables,
+        flashxla_step.query_start_loc,
+        flashxla_step.num_seqs,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        soft_cap=softcap,
         s_aux=s_aux,
     )
-    return out[None, ..., :value_size], None
+    return out[None], None
 
 
 def _probe(
@@ -128,11 +118,6 @@ def _probe(
             f"--model: {name} hands its attention function {', '.join(unknown)}; "
             f"accepted: {', '.join(_MEANINGFUL_ARGUMENTS)}"
         )
-    if value.shape[-1] > key.shape[-1]:
-        raise GenerateError(
-            f"--model: {name} has values of size {value.shape[-1]} and keys of size {key.shape[-1]}; "
-            "accepted: values no larger than keys"
-        )
     arguments = {k: kwargs.get(k) for k in _MEANINGFUL_ARGUMENTS}
     calls[module.layer_idx] = _LayerCall(module, query, key, value, arguments)
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -151,8 +136,8 @@ class _LayerCall:
     @torch.no_grad()
     def check(self) -> LayerShape:
         """Attend once, with a cache of one block. Raises GenerateError for what the ops do not take."""
-        shape = LayerShape(self.key.shape[1], self.key.shape[-1], self.key.dtype)
-        keys, values = (self.key.new_zeros((1, *shape.block_shape(1))) for _ in range(2))
+        shape = LayerShape(self.key.shape[1], self.key.shape[-1], self.value.shape[-1], self.key.dtype)
+        keys, values = (self.key.new_zeros((1, *block)) for block in shape.block_shapes(1))
         caches = [(keys, values)] * (self.module.layer_idx + 1)
         step = one_token().to(self.key.device)
         try:

@@ -14,7 +14,6 @@ class StepInputs(NamedTuple):
     """What one step computes. T tokens (padded), S sequences (padded), M blocks a sequence.
 
     input_ids, position_ids: int64 [1, T].
-    slot_mapping: int32 [T], -1 for padding.
     block_tables: int32 [S, M].
     context_lens: int32 [S], keys of each sequence with the new tokens among them.
     query_start_loc: int32 [S + 1].
@@ -24,7 +23,6 @@ class StepInputs(NamedTuple):
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
@@ -58,7 +56,6 @@ def one_token() -> StepInputs:
     return StepInputs(
         input_ids=zero[None].long(),
         position_ids=zero[None].long(),
-        slot_mapping=zero,
         block_tables=zero[None],
         context_lens=zero + 1,
         query_start_loc=torch.arange(2, dtype=torch.int32),
@@ -70,7 +67,6 @@ def one_token() -> StepInputs:
 def _build(chunks: Row[Chunk], limits: Limits, bucket: int) -> StepInputs:
     ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     context_lens: list[int] = []
     starts = [0]
     tables = torch.zeros((limits.max_seqs, limits.blocks_per_sequence), dtype=torch.int32)
@@ -79,9 +75,6 @@ def _build(chunks: Row[Chunk], limits: Limits, bucket: int) -> StepInputs:
         blocks = chunk.sequence.blocks
         ids += chunk.sequence.tokens(chunk.start, stop)
         positions += range(chunk.start, stop)
-        for position in range(chunk.start, stop):
-            block, offset = divmod(position, limits.block_size)
-            slots.append(blocks[block] * limits.block_size + offset)
         tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         context_lens.append(stop)
         starts.append(len(ids))
@@ -89,7 +82,6 @@ def _build(chunks: Row[Chunk], limits: Limits, bucket: int) -> StepInputs:
     return StepInputs(
         input_ids=_padded(ids, bucket, 0, torch.int64)[None],
         position_ids=_padded(positions, bucket, 0, torch.int64)[None],
-        slot_mapping=_padded(slots, bucket, -1, torch.int32),
         block_tables=tables,
         context_lens=_padded(context_lens, limits.max_seqs, 0, torch.int32),
         query_start_loc=_padded(starts, limits.max_seqs + 1, len(ids), torch.int32),

@@ -29,7 +29,9 @@ def check_cache(limits: Limits, layers: list[LayerShape]) -> None:
     """Raise GenerateError for a cache that is larger than the machine's memory."""
     available = machine_bytes()
     block = sum(
-        2 * math.prod(layer.block_shape(limits.block_size)) * layer.dtype.itemsize for layer in layers
+        math.prod(shape) * layer.dtype.itemsize
+        for layer in layers
+        for shape in layer.block_shapes(limits.block_size)
     )
     if limits.num_blocks * block > available:
         raise GenerateError(

@@ -121,13 +121,11 @@ def new_caches(layers: list[LayerShape], limits: Limits, device: torch.device | 
     """Empty key and value caches, one pair a layer."""
     caches = []
     for layer in layers:
-        shape = (limits.num_blocks, *layer.block_shape(limits.block_size))
-        caches.append(
-            (
-                torch.zeros(shape, dtype=layer.dtype, device=device),
-                torch.zeros(shape, dtype=layer.dtype, device=device),
-            )
+        keys, values = (
+            torch.zeros((limits.num_blocks, *block), dtype=layer.dtype, device=device)
+            for block in layer.block_shapes(limits.block_size)
         )
+        caches.append((keys, values))
     return caches
 
 
