@@ -13,7 +13,11 @@ from benchmarks.llama import PAGE, Config
 
 Params = dict[str, Any]
 Batch = dict[str, torch.Tensor]
-Cache = tuple[torch.Tensor, torch.Tensor]
+# Keys and values in one tensor, layout "stacked": [2, P, B, Hk, D]. Each tensor that a step updates costs host time.
+Cache = torch.Tensor
+# PyTorch's annotations have them return nothing.
+_split: Any = torch.split_copy
+_split_sizes: Any = torch.split_with_sizes_copy
 # (q [S, Hq, D], k [S, Hk, D], v, a layer's cache, batch) -> out [S, Hq, D]; writes into the cache
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache, Batch], torch.Tensor]
 
@@ -39,15 +43,11 @@ def init(config: Config, dtype: torch.dtype, device: Any, sync: Callable[[], Any
 def caches(
     config: Config, pages: int, dtype: torch.dtype, device: Any, sync: Callable[[], Any] = lambda: None
 ) -> list[Cache]:
-    """Random keys and values, tensors of its own for each layer."""
-    shape = (pages, PAGE, config.heads[1], config.dim)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=device)
-
+    """Random keys and values, a tensor of its own for each layer."""
+    shape = (2, pages, PAGE, config.heads[1], config.dim)
     found = []
     for _ in range(config.layers):
-        found.append((normal(), normal()))
+        found.append(torch.randn(shape, dtype=dtype, device=device))
         sync()
     return found
 
@@ -63,31 +63,35 @@ def step(
     """Logits [S, vocab] of the next tokens; the caches are updated in place."""
     x = functional.embedding(tokens, params["embed"])
     rotation = _rotation(config, batch["context_lens"] - 1)
-    q_width, kv_width = config.widths
+    eps = torch.full((1, 1), config.eps, dtype=torch.float32, device=x.device)
+    q_heads, kv_heads = config.heads
     for layer, cache in zip(params["layers"], caches, strict=True):
-        qkv = _norm(config, x, layer["norm_1"]) @ layer["qkv"]
-        q, k, v = (
-            part.reshape(len(tokens), -1, config.dim)
-            for part in qkv.split((q_width, kv_width, kv_width), dim=-1)
-        )
-        out = attend(_rotated(q, rotation), _rotated(k, rotation), v, cache, batch)
-        x = x + out.reshape(len(tokens), -1) @ layer["out"]
-        gate, up = (_norm(config, x, layer["norm_2"]) @ layer["gate_up"]).chunk(2, dim=-1)
-        x = x + (functional.silu(gate) * up) @ layer["down"]
-    return _norm(config, x, params["norm"]) @ params["head"]
+        qkv = _norm(config, x, layer["norm_1"], eps) @ layer["qkv"]
+        # Copies, which XLA fuses: a view of a lazy tensor costs the host more.
+        rotated = _rotated(torch.view_copy(qkv, (len(tokens), -1, config.dim)), rotation)
+        q, k, v = _split_sizes(rotated, (q_heads, kv_heads, kv_heads), dim=1)
+        out = attend(q, k, v, cache, batch)
+        x = torch.addmm(x, torch.view_copy(out, (len(tokens), -1)), layer["out"])
+        hidden = _norm(config, x, layer["norm_2"], eps) @ layer["gate_up"]
+        gate, up = _split(hidden, config.mlp, dim=-1)
+        x = torch.addmm(x, functional.silu(gate) * up, layer["down"])
+    return _norm(config, x, params["norm"], eps) @ params["head"]
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, batch: Batch) -> torch.Tensor:
     """The write and the attention with flashxla."""
-    fx.reshape_and_cache_flash(k, v, *cache, batch["slots"])
-    return fx.paged_attention(
+    return fx.ragged_paged_attention(
         q,
+        k,
+        v,
         cache,
         batch["context_lens"],
         batch["tables"],
         batch["starts"],
         batch["num_seqs"],
         q.shape[-1] ** -0.5,
+        layout="stacked",
+        slot_mapping=batch["slots"],
     )
 
 
@@ -106,19 +110,25 @@ def gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, batc
     return torch.einsum("shgk,skhd->shgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
-def _norm(config: Config, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + config.eps)
-    return (wide * scale).to(x.dtype) * weight
+def _norm(config: Config, x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    # Few operations, for each costs a lazy step its tracing: the mean square is the norm's square over the width.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.rsqrt(torch.addcmul(eps, norm, norm, value=1 / config.hidden))
+    return (x * scale).to(x.dtype) * weight
 
 
 def _rotation(config: Config, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of each head's numbers, and of their partners half a head away. Values are not rotated."""
     even = torch.arange(0, config.dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[:, None].float() * config.theta ** (-even / config.dim)
-    return angles.cos()[:, None], angles.sin()[:, None]
+    angles = positions[:, None, None].float() * config.theta ** (-even / config.dim)
+    cos, sin = angles.cos(), angles.sin()
+    own, partner = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    q_heads, kv_heads = config.heads
+    own, partner = (x.expand(-1, q_heads + kv_heads, -1) for x in (own, partner))
+    kept = torch.ones_like(own[:, :kv_heads])
+    return torch.cat([own, kept], dim=1), torch.cat([partner, 0 * kept], dim=1)
 
 
 def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    cos, sin = rotation
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    own, partner = rotation
+    return torch.addcmul(x * own, x.roll(x.shape[-1] // 2, dims=-1), partner).to(x.dtype)

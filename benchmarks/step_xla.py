@@ -7,6 +7,7 @@ In lazy mode each operation that the step calls costs its tracing.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch_xla
+from torch_xla.core import xla_model
 from torch_xla.debug import metrics
 
 from benchmarks import compare, llama, llama_torch, profile, timers
@@ -75,6 +77,9 @@ class _Step:
         start = time.perf_counter()
         for _ in range(2):  # a second program, if there is one, is not to be timed
             _wait(self.dispatch())
+        # As serving engines do: else Python's garbage collector looks at all of PyTorch's objects again and again.
+        gc.collect()
+        gc.freeze()
         self._facts = {
             "compile_seconds": time.perf_counter() - start,
             "compiled_programs": _count("CompileTime") - before,
@@ -99,6 +104,7 @@ class _Step:
         for _ in range(steps):
             last = self.dispatch()
         _wait(last)
+        xla_model.wait_device_ops()  # a program is counted a little after its results are there
         programs = (_count("ExecuteTime") - before) / steps
         self._facts["compiled_programs"] += _count("CompileTime") - compiled_before
         return {**self._facts, "programs_per_step": programs, **timers.host_time(self.dispatch, _wait)}

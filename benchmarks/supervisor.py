@@ -163,6 +163,9 @@ def environment(parent: Mapping[str, str], settings: Settings, in_torch_xla: boo
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [parent.get("PYTHONPATH")])]),
     }
     if in_torch_xla:
+        # A lazy step makes and frees its graph each time: the heap shall not be given back and faulted in again.
+        found.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 * 2**30))
+        found.setdefault("MALLOC_TOP_PAD_", str(2**28))
         found["PJRT_DEVICE"] = "CUDA" if settings.cuda else "CPU"
     if in_torch_xla or not settings.cuda:
         found["JAX_PLATFORMS"] = "cpu"

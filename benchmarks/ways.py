@@ -43,18 +43,18 @@ def _heads_first(config: Config, pages: int, dtype: str) -> Any:
 
 
 def _ours(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
-    keys, values = cache
-    cache = fx.reshape_and_cache_flash(k, v, keys, values, batch["slots"])
-    out = fx.paged_attention(
+    return fx.ragged_paged_attention(
         q,
+        k,
+        v,
         cache,
         batch["context_lens"],
         batch["tables"],
         batch["starts"],
         batch["num_seqs"],
         q.shape[-1] ** -0.5,
+        slot_mapping=batch["slots"],
     )
-    return out, cache
 
 
 def _pallas(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:

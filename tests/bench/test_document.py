@@ -24,7 +24,7 @@ def test_a_table_that_another_page_quotes():
 def test_figures_that_the_readme_quotes():
     readme = " ".join((document.PAGE.parents[1] / "README.md").read_text().split())
     copying = [row["seconds"] for row in Run("cpu-strategies").where(bytes=2 * 2**30, pointer_stays=False)]
-    assert f"copies the cache {min(copying):.1f} to {max(copying):.0f} s at 2 GiB" in readme
+    assert f"copy the cache take {min(copying):.1f} to {max(copying):.0f} s at 2 GiB" in readme
     jax, openxla = (
         Run("h200-step").row(case="batch 16, 2048 keys", contender=name)["us"] / 1e3
         for name in (ways.OURS.name, llama.OPENXLA)

@@ -38,7 +38,9 @@ def copy_of(source: Path, target: Path) -> None:
 
 
 def bench(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from flashxla import cli; sys.exit(cli.main())"
+    # An editable install would find the checkout first.
+    only = "[f for f in sys.meta_path if not type(f).__module__.startswith('_editable')]"
+    code = f"import sys; sys.meta_path[:] = {only}; from flashxla import cli; sys.exit(cli.main())"
     own = {"PYTHONPATH": str(installed / "site"), "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, "bench", *words],

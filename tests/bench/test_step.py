@@ -76,7 +76,7 @@ def test_the_torch_model_is_the_jax_model():
         params, caches, tokens, batch
     )
     for attend in (llama_torch.ours, llama_torch.gather):
-        own = in_torch(caches)
+        own = [torch.stack(pair) for pair in in_torch(caches)]
         got = llama_torch.step(config, attend, in_torch(params), own, in_torch(tokens), in_torch(batch))
         assert (got - in_torch(expected)).abs().max() < 1e-4
         for cache, right in zip(own, in_torch(expected_caches), strict=True):

@@ -53,7 +53,7 @@ def _direct(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
 
     op = ops.RESHAPE_AND_CACHE_FLASH
     values = torch_library.values_of(op, (key, value, key_cache, value_cache, slots))
-    key_cache.data, value_cache.data = embed.run(op, values)
+    _, (key_cache.data, value_cache.data) = embed.run(op, values)
 
 
 def _existing(key: T, value: T, key_cache: T, value_cache: T, slots: T) -> None:
