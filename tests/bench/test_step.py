@@ -106,6 +106,8 @@ def test_the_process_of_pytorch_xla_has_the_device():
         "JAX_PLATFORMS": "cpu",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        "MALLOC_TRIM_THRESHOLD_": str(2**32),
+        "MALLOC_TOP_PAD_": str(2**28),
         "PYTHONPATH": f"{root}:/mine",
     }
     own = supervisor.environment(
