@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,14 @@ OPTIONS = (
     "The",
     "A list",
 )
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    """A shell that starts the tests in the background has SIGINT ignored, which the command respects."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:
