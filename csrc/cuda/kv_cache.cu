@@ -109,16 +109,14 @@ struct QuantizeEight {
   }
 };
 
-// kApart: keys and values differ in head size. Otherwise what depends on it is the same for every
-// thread.
-template <typename Column, int kTokens, bool kApart>
+template <typename Column, int kTokens>
 __global__ void __launch_bounds__(kTokens > 1 ? kManyThreads : kFewThreads)
     WriteKernel(const __grid_constant__ WriteArgs args) {
   const uint32_t column = blockIdx.y * blockDim.x + threadIdx.x;
   if (column >= args.num_columns) return;
   const uint32_t which = column >= args.key_columns;
   const uint32_t in_half = column - which * args.key_columns;
-  const FastDivide head_columns = kApart && which ? args.value_head_columns : args.key_head_columns;
+  const FastDivide head_columns = which ? args.value_head_columns : args.key_head_columns;
   const uint32_t head = head_columns.Quotient(in_half);
   const uint32_t in_head = in_half - head * head_columns.divisor;
   const Half& half = args.halves[which];
@@ -215,12 +213,11 @@ struct Write {
     args.num_columns = static_cast<uint32_t>(num_columns);
     args.key_head_columns = FastDivide(key_head_columns);
     args.value_head_columns = FastDivide(value_head_columns);
-    const bool apart = key_head_columns != value_head_columns;
-    const auto kernel =
-        many ? (apart ? WriteKernel<Column, kManyTokens, true>
-                      : WriteKernel<Column, kManyTokens, false>)
-             : (apart ? WriteKernel<Column, 1, true> : WriteKernel<Column, 1, false>);
-    kernel<<<grid.grid, grid.block, 0, stream>>>(args);
+    if (many) {
+      WriteKernel<Column, kManyTokens><<<grid.grid, grid.block, 0, stream>>>(args);
+    } else {
+      WriteKernel<Column, 1><<<grid.grid, grid.block, 0, stream>>>(args);
+    }
     return LaunchStatus("kv_cache");
   }
 
