@@ -15,16 +15,6 @@ namespace {
 constexpr const Engine* kEngines[] = {&kSplitEngine, &kWideEngine, &kTileEngine, &kSimtEngine,
                                       &kGeneralEngine};
 
-// Whether the steps of the few-queries role fit into 32 bits, whatever cu_seqlens_q holds: a
-// sequence may have more queries than its caller promised.
-bool AreCountable(const Facts& facts) {
-  const Problem& p = facts.problem;
-  const double rows = static_cast<double>(p.num_tokens) * p.group_size;
-  const double q_tiles = rows / kFewQTileRows + static_cast<double>(facts.num_sequences);
-  const double kv_tiles = static_cast<double>(facts.capacity / kFewKvTileKeys + 2);
-  return q_tiles * kv_tiles < double{INT32_MAX};
-}
-
 }  // namespace
 
 const char* WhyOnlyGeneral(const Problem& p) {
@@ -62,7 +52,7 @@ Choice ChooseEngines(const Facts& facts) {
     const Problem& p = facts.problem;
     choice.num_few_blocks = NumFewBlocks(p);
     const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
-    choice.all_few = longest <= MaxFewRows(p.group_size) && AreCountable(facts);
+    choice.all_few = longest <= MaxFewRows(p.group_size) && AreFewStepsCountable(facts, true);
   }
   return choice;
 }

@@ -337,21 +337,10 @@ int64_t SharedBytes(const Problem& p) {
   return bytes;
 }
 
-// An upper bound of the number of steps: kv tiles of all q tiles.
-double MaxSteps(const Facts& facts) {
-  const Problem& p = facts.problem;
-  const double sequences = static_cast<double>(facts.num_sequences);
-  const double rows = static_cast<double>(p.num_tokens) * p.group_size;
-  const int64_t tiles_of_one = (MaxFewRows(p.group_size) + kFewQTileRows - 1) / kFewQTileRows;
-  const double tiles =
-      std::min(sequences * static_cast<double>(tiles_of_one), rows / kFewQTileRows + sequences);
-  return tiles * static_cast<double>(facts.capacity / kFewKvTileKeys + 2);
-}
-
 const char* WhyNotSplit(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
-  if (MaxSteps(facts) >= double{INT32_MAX}) return "the batch has too many keys for split-KV";
+  if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
   if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) < SharedBytes(p)) {
     return "the GPU has too little shared memory";
   }
@@ -400,6 +389,18 @@ flashxla_status LaunchSplit(const Problem& p, void* workspace, cudaStream_t stre
 }
 
 }  // namespace
+
+bool AreFewStepsCountable(const Facts& facts, bool any_length) {
+  const Problem& p = facts.problem;
+  const double sequences = static_cast<double>(facts.num_sequences);
+  const double rows = static_cast<double>(p.num_tokens) * p.group_size;
+  double q_tiles = rows / kFewQTileRows + sequences;
+  if (!any_length) {
+    const int64_t tiles_of_one = (MaxFewRows(p.group_size) + kFewQTileRows - 1) / kFewQTileRows;
+    q_tiles = std::min(q_tiles, sequences * static_cast<double>(tiles_of_one));
+  }
+  return q_tiles * static_cast<double>(facts.capacity / kFewKvTileKeys + 2) < double{INT32_MAX};
+}
 
 int NumFewBlocks(const Problem& p) {
   const int per_multiprocessor = DimsBucket(p.head_size) > 128 ? 1 : 2;
