@@ -20,9 +20,10 @@ except ImportError as error:
     raise ImportError("flashxla.jax needs JAX: pip install jax") from error
 
 from flashxla import jax_calls, setup_custom_call
+from flashxla.jax_avals import aval_of
 from flashxla.ops import OPS
 from flashxla.ops.messages import type_error
-from flashxla.ops.op import Aval, Call, Op
+from flashxla.ops.op import Call, Op
 from flashxla.ops.parameters import Tensor
 from flashxla.xla import registration
 
@@ -53,7 +54,7 @@ def _call(op: Op, args: Sequence[Any]) -> Any:
     registration.register_jax()
     values = dict(zip(op.names, args, strict=True))
     tensors = {t.name: _array(op, t, values) for t in op.tensors}
-    avals = {name: None if x is None else Aval(x.shape, str(x.dtype)) for name, x in tensors.items()}
+    avals = {name: None if x is None else aval_of(x) for name, x in tensors.items()}
     call = op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
     operands = [x for x in (tensors[name] for name, _ in call.operands) if x is not None]
     return _returned(call, jax_calls.custom_call(call, operands))

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flashxla import jax_derivatives, native, native_calls
+from flashxla.jax_avals import aval_of, shape_dtype
 from flashxla.native import Spec
 from flashxla.ops.op import Aval, Call
 from flashxla.platforms import CPU, PLATFORMS, Platform
@@ -35,16 +35,6 @@ def observe() -> Iterator[Observed]:
         yield calls
     finally:
         _observers.reset(token)
-
-
-def shape_dtype(aval: Aval) -> jax.ShapeDtypeStruct:
-    """An aval in JAX's terms."""
-    return jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
-
-
-def aval_of(x: jax.Array) -> Aval:
-    """The aval of an array."""
-    return Aval(tuple(x.shape), str(x.dtype))
 
 
 def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:

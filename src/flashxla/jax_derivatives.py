@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashxla.ops.op import Aval, Call, Vjp
+from flashxla.jax_avals import aval_of
+from flashxla.ops.op import Call, Vjp
 
 Run = Callable[[Call, Sequence[jax.Array]], list[jax.Array]]
 
@@ -84,7 +85,7 @@ def _with_vjp(call: Call, vjp: Vjp, forward: Callable[..., list[jax.Array]], run
         if given:
             raise _no_backward(call, list(given))
         backward = vjp.op.resolve(
-            {t.name: _aval(tensors.get(t.name)) for t in vjp.op.tensors},
+            {t.name: aval_of(tensors[t.name]) if t.name in tensors else None for t in vjp.op.tensors},
             {s.name: dict(call.scalars)[s.name] for s in vjp.op.scalars},
         )
         got = run(backward, [tensors[name] for name, _ in backward.operands])
@@ -103,7 +104,3 @@ def _with_vjp(call: Call, vjp: Vjp, forward: Callable[..., list[jax.Array]], run
 def _is_zero(cotangent: Any) -> bool:
     """Whether nothing was asked of an output: no gradient came, or its type has none."""
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero) or cotangent.dtype == jax.dtypes.float0
-
-
-def _aval(x: Any) -> Aval | None:
-    return None if x is None else Aval(tuple(x.shape), str(x.dtype))

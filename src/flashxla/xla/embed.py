@@ -16,7 +16,7 @@ import jax
 import torch
 from jaxlib import xla_client
 
-from flashxla import jax_calls, torch_calls
+from flashxla import jax_avals, jax_calls, torch_calls
 from flashxla.ops.op import Aval, Call, Op
 from flashxla.torch_calls import Values
 from flashxla.xla import registration
@@ -87,7 +87,7 @@ def _lower(call: Call, operands: tuple[Aval, ...], platform: str) -> bytes:
     computation.__name__ = f"flashxla_{call.op.native}"
     # keep_unused: the computation's parameters are the operands, whatever the call makes of them.
     with jax.enable_x64(True), jax.default_device(_device_to_lower_for()), _no_source_locations():
-        traced = jax.jit(computation, keep_unused=True).trace(*map(jax_calls.shape_dtype, operands[::-1]))
+        traced = jax.jit(computation, keep_unused=True).trace(*map(jax_avals.shape_dtype, operands[::-1]))
         lowered = traced.lower(lowering_platforms=(platform,))
         return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
 
