@@ -117,8 +117,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, op: Op, run: Callable[..., Any], *args: Any) -> Any:
         vjp = _vjp_of(op)
         values = dict(zip(op.names, args, strict=True))
-        requested = {r.when for r in op.results if r.when and r.name in vjp.residuals}
-        values |= dict.fromkeys(requested, True)
+        values |= op.asks_for(vjp.residuals)
         got = run(*values.values())
         results = got if isinstance(got, tuple) else (got,)
         by_name = {**values, **{r.name: x for r, x in zip(op.results, results, strict=True)}}

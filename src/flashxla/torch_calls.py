@@ -19,15 +19,9 @@ from flashxla.native import Spec
 from flashxla.ops import OPS
 from flashxla.ops.messages import type_error, value_error
 from flashxla.ops.op import Aval, Call, Op
-from flashxla.ops.parameters import Parameter, Scalar
+from flashxla.ops.parameters import FLOATS, FP8, Parameter, Scalar
 
-_DTYPE_NAMES = {
-    getattr(torch, name): name
-    for name in (
-        *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("uint8", "int32", "int64"),
-    )
-}
+_DTYPE_NAMES = {getattr(torch, name): name for name in (*FLOATS, *FP8, "uint8", "int32", "int64")}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 # The arguments of a call in the declared order, and the same with a plain tuple of TensorMeta's fields for each tensor:

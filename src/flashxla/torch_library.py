@@ -23,6 +23,7 @@ from flashxla.ops import OPS
 from flashxla.ops.op import Op
 from flashxla.ops.parameters import Tensor
 from flashxla.platforms import PLATFORMS
+from flashxla.xla import lazy as lazy_calls
 
 _LIBRARY = torch.library.Library("flashxla", "DEF")
 _KEYS = {platform.name: platform.torch_key for platform in PLATFORMS.values()}
@@ -115,7 +116,7 @@ def _native_kernel(op: Op, platform: str) -> Callable[..., Any]:
 
 
 def _functional_kernel(op: Op, platform: str) -> Callable[..., Any]:
-    updated = _positions(op)
+    updated = op.updated_positions
 
     def kernel(*args: Any, donate: bool = False) -> Any:
         values = list(values_of(op, args))
@@ -135,7 +136,7 @@ def _fake_kernel(op: Op) -> Callable[..., Any]:
 
 
 def _functional_fake_kernel(op: Op) -> Callable[..., Any]:
-    updated = _positions(op)
+    updated = op.updated_positions
 
     def fake(*args: Any, donate: bool = False) -> Any:
         values = values_of(op, args)
@@ -154,7 +155,7 @@ def _fake_results(op: Op, values: Sequence[Any]) -> list[torch.Tensor]:
 def _xla_kernel(op: Op) -> Callable[..., Any]:
     """The results of an op, and behind them what it updates."""
     fields = [r.field for r in op.results]
-    updated = _positions(op)
+    updated = op.updated_positions
 
     def kernel(*args: Any, donate: bool = False) -> Any:
         from flashxla.xla import embed
@@ -168,11 +169,6 @@ def _xla_kernel(op: Op) -> Callable[..., Any]:
         return _returned([*(got.get(field, empty) for field in fields), *caches])
 
     return kernel
-
-
-def _positions(op: Op) -> list[int]:
-    """Which arguments the op updates."""
-    return [op.names.index(t.name) for t in op.updated]
 
 
 # Functionalization
@@ -189,29 +185,17 @@ def _functionalize(op: Op) -> None:
     """
     variant = getattr(torch.ops.flashxla, f"{op.name}_functional").default
     double = getattr(torch.ops.flashxla, f"_{op.name}").default
-    updated = _positions(op)
+    updated = op.updated_positions
     num_results = len(op.results)
-
-    def replace(api: Any, tensors: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
-        for tensor, update in zip(tensors, updates, strict=True):
-            api.replace(tensor, update)
-            api.commit_update(tensor)
-            api.sync(tensor)
 
     def lazy(*args: Any) -> Any:
         api: Any = CppFunctionalizeAPI()
         values = values_of(op, args)
         inner = [_unwrapped(value) for value in values]
-        given = [i for i in updated if values[i] is not None]
         with api.redispatch_to_next():
             results = _tuple(variant(*inner))
-            new = [update for update in results[num_results:] if update is not None]
-            for i, update in zip(given, new, strict=True):
-                # Tells torch_xla that the update takes the old value's place, which lets it donate the buffer.
-                torch.ops.aten._propagate_xla_data(inner[i], update)
-        caches = [values[i] for i in given]
-        replace(api, caches, new)
-        torch_calls.mark_updated(caches)
+        given = [values[i] for i in updated if values[i] is not None]
+        lazy_calls.update(given, [update for update in results[num_results:] if update is not None])
         return _returned([torch._to_functional_tensor(result) for result in results[:num_results]])
 
     _LIBRARY.impl(op.name, lazy, "Functionalize")
@@ -227,7 +211,11 @@ def _functionalize(op: Op) -> None:
                 return double(*args)
         api: Any = PythonFunctionalizeAPI(mode)
         results = _tuple(variant(*api.unwrap_tensors(args), donate=True))
-        replace(api, caches, [update for update in results[num_results:] if update is not None])
+        new = [update for update in results[num_results:] if update is not None]
+        for cache, update in zip(caches, new, strict=True):
+            api.replace(cache, update)
+            api.commit_update(cache)
+            api.sync(cache)
         return _returned(api.wrap_tensors(results[:num_results]))
 
     overload.py_impl(FunctionalTensorMode)(traced)
@@ -237,8 +225,7 @@ def _unwrapped(value: Any) -> Any:
     """What a functional tensor wraps; other values stay. CppFunctionalizeAPI's way, a pytree, takes ten times this."""
     if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
         return value
-    torch._sync(value)  # type: ignore[no-untyped-call]
-    return torch._from_functional_tensor(value)
+    return lazy_calls.unwrapped(value)
 
 
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:

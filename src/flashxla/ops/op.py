@@ -70,7 +70,7 @@ class Call:
 
     def requesting(self, results: Collection[str]) -> Call:
         """The same call, which also computes those of `results` that are computed on request."""
-        asked = {r.when: True for r in self.op.results if r.when and r.name in results}
+        asked = self.op.asks_for(results)
         if not asked:
             return self
         return self.op.resolve(dict(self.arguments), {**dict(self.scalars), **asked})
@@ -223,6 +223,15 @@ class Op:
     def updated(self) -> tuple[Tensor, ...]:
         """The arguments that the op updates in place."""
         return tuple(t for t in self.tensors if t.updated)
+
+    @functools.cached_property
+    def updated_positions(self) -> tuple[int, ...]:
+        """Where those are among the arguments."""
+        return tuple(i for i, p in enumerate(self.parameters) if isinstance(p, Tensor) and p.updated)
+
+    def asks_for(self, results: Collection[str]) -> dict[str, bool]:
+        """The scalars that request those of `results` that are computed on request."""
+        return {r.when: True for r in self.results if r.when and r.name in results}
 
     def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
         """What messages call an argument in a call that has the tensors for which `is_given` holds."""

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flashxla.platforms import CUDA
 from flashxla.xla import pjrt_adapter
 
-DEVICE = "CUDA"  # PJRT_DEVICE
+DEVICE = CUDA.torch_xla_device
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm")
 _MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"

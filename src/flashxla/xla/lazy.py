@@ -22,7 +22,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _MAX_PROGRAMS = 4096
 
 _is_functional = torch._is_functional_tensor
-_unwrapped = torch._from_functional_tensor
+_value_of = torch._from_functional_tensor
 _sync: Callable[[torch.Tensor], None] = torch._functionalize_sync  # type: ignore[attr-defined]
 _replace: Callable[..., None] = torch._functionalize_replace  # type: ignore[attr-defined]
 _commit: Callable[[torch.Tensor], None] = torch._functionalize_commit_update  # type: ignore[attr-defined]
@@ -30,11 +30,26 @@ _commit: Callable[[torch.Tensor], None] = torch._functionalize_commit_update  # 
 _propagate: Callable[..., None] = torch.ops.aten._propagate_xla_data.default._op
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional tensor wraps, with all that is pending on it."""
+    _sync(tensor)
+    return _value_of(tensor)
+
+
+def update(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Make plain lazy tensors the new values of functional ones, as an update in place."""
+    for tensor, value in zip(tensors, values, strict=True):
+        _propagate(_value_of(tensor), value)
+        _replace(tensor, value)
+        _commit(tensor)
+        _sync(tensor)
+    torch_calls.mark_updated(tensors)
+
+
 def short_way(op: Op) -> Callable[[tuple[Any, ...]], Any]:
     """A function of an op's arguments that runs it on plain lazy tensors, or returns LONG_WAY."""
     tensors = tuple(i for i, is_tensor in enumerate(op.is_tensor) if is_tensor)
     scalars = tuple(i for i, is_tensor in enumerate(op.is_tensor) if not is_tensor)
-    updated = tuple(op.names.index(t.name) for t in op.updated)
     programs: dict[Any, _Program] = {}
 
     def run(values: tuple[Any, ...]) -> Any:
@@ -50,8 +65,7 @@ def short_way(op: Op) -> Callable[[tuple[Any, ...]], Any]:
                 continue
             if type(x) not in _PLAIN or not _is_functional(x) or (may_need_grad and x.requires_grad):
                 return LONG_WAY
-            _sync(x)
-            inner[i] = x = _unwrapped(x)
+            inner[i] = x = unwrapped(x)
             key += x.shape, x.dtype, x.device
         program = programs.get(known := tuple(key))
         if program is None:
@@ -60,15 +74,9 @@ def short_way(op: Op) -> Callable[[tuple[Any, ...]], Any]:
             program = programs[known] = _Program(op, tuple(inner))
         results = program.run(inner)
         count = program.num_results
-        if updated:
-            caches = [values[i] for i in updated if values[i] is not None]
-            for cache, update in zip(caches, results[count:], strict=True):
-                new = _unwrapped(update)
-                _propagate(_unwrapped(cache), new)
-                _replace(cache, new)
-                _commit(cache)
-                _sync(cache)
-            torch_calls.mark_updated(caches)
+        if op.updated_positions:
+            given = [values[i] for i in op.updated_positions if values[i] is not None]
+            update(given, [_value_of(new) for new in results[count:]])
         return results[0] if count == 1 else tuple(results[:count]) or None
 
     return run
