@@ -1,0 +1,111 @@
+"""How many bytes the KV cache may take.
+
+An engine owns gpu_memory_utilization of a device's memory. What its weights and the activations of its largest step
+do not need is the cache's. `--kv-cache-memory-bytes` states the cache's size instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import psutil
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.flashxla")
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_JAX_DEFAULT_FRACTION = 0.75
+# Copies of a step's widest activations that XLA keeps at a time, and of the sampler's float32 logits.
+_LIVE_ACTIVATIONS = 2
+_LIVE_LOGITS = 4
+_MEBI = 1 << 20
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def claim_device_memory(vllm_config: VllmConfig) -> None:
+    """Let JAX allocate what the engine owns. Before JAX starts; a fraction in the environment stays."""
+    os.environ.setdefault(_FRACTION, str(vllm_config.cache_config.gpu_memory_utilization))
+
+
+def available_for_cache(vllm_config: VllmConfig, devices: Sequence[Any]) -> int:
+    """Bytes for the KV cache on all devices together.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    cache_config = vllm_config.cache_config
+    stated = cache_config.kv_cache_memory_bytes
+    if stated:
+        return int(stated) * len(devices)
+    used = sum(used_bytes(device) for device in devices)
+    owned = sum(owned_bytes(device, cache_config.gpu_memory_utilization) for device in devices)
+    reserve = activation_bytes(vllm_config) * len(devices)
+    left = owned - used - reserve
+    logger.info(
+        "Memory of %d device(s): %s owned, %s in use, %s reserved for activations, %s for the KV cache",
+        len(devices),
+        *(f"{x / _MEBI:.0f} MiB" for x in (owned, used, reserve, left)),
+    )
+    if left <= 0:
+        raise ValueError(
+            f"No memory is left for the KV cache: of {owned / _MEBI:.0f} MiB (gpu_memory_utilization "
+            f"{cache_config.gpu_memory_utilization}) {used / _MEBI:.0f} MiB are in use and {reserve / _MEBI:.0f} MiB "
+            "are reserved for activations. Raise --gpu-memory-utilization, or lower --max-num-batched-tokens and "
+            "--max-num-seqs."
+        )
+    return left
+
+
+def owned_bytes(device: Any, utilization: float) -> int:
+    """What the engine may use of a device."""
+    limit = device_limit(device)
+    if device.platform == "cpu":
+        return int(limit * utilization)
+    fraction = float(os.environ.get(_FRACTION, _JAX_DEFAULT_FRACTION))
+    return min(limit, int(limit / fraction * utilization))  # limit: what JAX may allocate, `fraction` of the device
+
+
+def device_limit(device: Any) -> int:
+    """The bytes that JAX may allocate on a device. The CPU's memory is split among its (virtual) devices."""
+    if device.platform == "cpu":
+        return machine_memory() // len(jax.local_devices())
+    return int(device.memory_stats()["bytes_limit"])
+
+
+def used_bytes(device: Any) -> int:
+    """The bytes in use: of a GPU by JAX; of the CPU, this device's share of the process."""
+    if device.platform == "cpu":
+        return psutil.Process().memory_info().rss // len(jax.local_devices())
+    return int(device.memory_stats()["bytes_in_use"])
+
+
+def machine_memory() -> int:
+    """The machine's memory, or the container's where that is less."""
+    limits = [psutil.virtual_memory().total]
+    for path in _CGROUP_LIMITS:
+        try:
+            with open(path) as file:
+                limits.append(int(file.read()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return min(limits)
+
+
+def activation_bytes(vllm_config: VllmConfig) -> int:
+    """An estimate of what the largest step needs on a device beside weights and cache, from the model's widths."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    shards = vllm_config.parallel_config.tensor_parallel_size
+    text = model.hf_text_config
+    hidden = model.get_hidden_size()
+    wide = max(getattr(text, name, None) or 0 for name in ("intermediate_size", "ffn_dim", "n_inner")) or 4 * hidden
+    per_token = getattr(text, "num_experts_per_tok", None) or 1
+    heads = text.num_attention_heads + 2 * model.get_total_num_kv_heads()
+    widths = 4 * hidden + (2 * wide * per_token + heads * model.get_head_size()) // shards
+    itemsize = model.dtype.itemsize
+    activations = scheduler.max_num_batched_tokens * widths * itemsize * _LIVE_ACTIVATIONS
+    logits = scheduler.max_num_seqs * model.get_vocab_size() * 4 * _LIVE_LOGITS // shards
+    return activations + logits

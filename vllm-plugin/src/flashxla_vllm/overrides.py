@@ -1,0 +1,271 @@
+"""Every replacement of an internal of tpu-inference, torchax or vLLM, each with its reason.
+
+tpu-inference runs vLLM's engine as JAX programs, on TPUs. It stays installed as it is; what keeps its programs from
+other devices is replaced here, in each process that loads the platform (`on_platform`) or a worker (`on_worker`).
+`OVERRIDES` says which upstream code each one relies on; tests/vllm/test_overrides.py fails when that code changes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Stage = Callable[[], None]
+OVERRIDES: dict[str, tuple[str, ...]] = {}
+_PLATFORM: list[Stage] = []
+_WORKER: list[Stage] = []
+_done: set[str] = set()
+
+
+def on_platform() -> None:
+    """Before tpu_inference's modules are imported. Starts no JAX backend: vLLM may fork afterwards."""
+    _apply(_PLATFORM)
+
+
+def on_worker() -> None:
+    """In a process that runs the model."""
+    _apply(_WORKER)
+
+
+def _apply(stages: list[Stage]) -> None:
+    for stage in stages:
+        if stage.__name__ not in _done:
+            _done.add(stage.__name__)
+            stage()
+
+
+def _override(stages: list[Stage], *relies_on: str) -> Callable[[Stage], Stage]:
+    """Register a stage, and the upstream functions, classes or modules ("module:name" or "module") it relies on."""
+
+    def register(stage: Stage) -> Stage:
+        stages.append(stage)
+        OVERRIDES[stage.__name__] = relies_on
+        return stage
+
+    return register
+
+
+def _replace(module: str, name: str, new: Any) -> Any:
+    """Replace module.name, wherever tpu_inference has imported it to; returns what it was."""
+    __import__(module)
+    old = getattr(sys.modules[module], name)
+    for other in list(sys.modules.values()):
+        if getattr(other, "__name__", "").startswith("tpu_inference") and other.__dict__.get(name) is old:
+            setattr(other, name, new)
+    setattr(sys.modules[module], name, new)
+    return old
+
+
+# --- before tpu_inference is imported ---------------------------------------------------------------------------------
+
+
+@_override(_PLATFORM, "tpu_inference", "tpu_inference.env_override", "tpu_inference.envs")
+def no_environment_of_tpus() -> None:
+    """tpu_inference.env_override imports vllm.sampling_params while vLLM resolves its platform, a cycle in which torch
+    >= 2.11 sees a type registered twice; it also limits XLA's CPU code to AVX2. Its two settings that matter are made
+    here. Without the TPU_* variables tpu_inference asks Google's metadata server for them, and waits.
+    """
+    sys.modules.setdefault("tpu_inference.env_override", types.ModuleType("tpu_inference.env_override"))
+    settings = {
+        "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "TPU_ACCELERATOR_TYPE": "none-1",
+        "TPU_NAME": "none",
+        "TPU_WORKER_ID": "0",
+        # One program a bucket of tokens: compiled in parallel, JAX's own default here is one after the other.
+        "NUM_PRECOMPILE_WORKERS": str(min(8, os.cpu_count() or 1)),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+@_override(_PLATFORM, "tpu_inference.envs:environment_variables")
+def any_jax_platform() -> None:
+    """tpu_inference.envs knows the JAX_PLATFORMS tpu, cpu and proxy and raises for cuda. Only JAX needs to read it; ""
+    is what tpu_inference takes for "nothing special".
+    """
+    platforms = os.environ.pop("JAX_PLATFORMS", None)
+    try:
+        from tpu_inference import envs
+    finally:
+        if platforms is not None:
+            os.environ["JAX_PLATFORMS"] = platforms
+    envs.environment_variables["JAX_PLATFORMS"] = lambda: ""
+
+
+@_override(
+    _PLATFORM,
+    "tpu_inference.models.common.compiler_options:get_step_fn_compiler_options",
+    "tpu_inference.models.common.compiler_options:get_sampling_compiler_options",
+)
+def no_compiler_options_of_tpus() -> None:
+    """XLA refuses the options xla_tpu_* for other devices."""
+    module = "tpu_inference.models.common.compiler_options"
+    _replace(module, "get_step_fn_compiler_options", dict)
+    _replace(module, "get_sampling_compiler_options", dict)
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+@_override(_WORKER, "tpu_inference.utils:get_padded_head_dim")
+def heads_of_any_size() -> None:
+    """TPUs want head sizes padded to 128 lanes; flashxla's cache holds them as they are."""
+    _replace("tpu_inference.utils", "get_padded_head_dim", lambda head_dim: head_dim)
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.utils:hbm_usage_bytes",
+    "tpu_inference.utils:get_device_hbm_limit",
+)
+def memory_of_any_device() -> None:
+    """tpu_inference knows the memory of TPUs by a table; JAX reports a GPU's, and memory.py the CPU's."""
+    from flashxla_vllm import memory
+
+    def hbm_usage_bytes(devices: Sequence[Any]) -> list[tuple[int, int]]:
+        return [(memory.used_bytes(device), memory.device_limit(device)) for device in devices]
+
+    _replace("tpu_inference.utils", "hbm_usage_bytes", hbm_usage_bytes)
+
+
+@_override(_WORKER, "tpu_inference.utils:make_optimized_mesh", "tpu_inference.runner.tpu_runner:TPUModelRunner._create_2d_mesh")
+def mesh_without_coordinates() -> None:
+    """make_optimized_mesh sorts devices by TPU coordinates, which others lack."""
+    import jax
+
+    def make_mesh(shape: Sequence[int], names: Sequence[str], *, devices: Sequence[Any] | None = None) -> Any:
+        auto = (jax.sharding.AxisType.Auto,) * len(names)
+        return jax.make_mesh(tuple(shape), tuple(names), auto, devices=devices)
+
+    _replace("tpu_inference.utils", "make_optimized_mesh", make_mesh)
+
+
+@_override(_WORKER, "tpu_inference.utils:device_array", "tpu_inference.layers.common.utils:general_device_put")
+def staging_buffers_are_copied() -> None:
+    """device_put returns before it has read its operand, and on a CPU aliases it. The runner writes the next step into
+    the same NumPy buffers, so a step could see the next one's inputs.
+    """
+    import jax
+    import numpy as np
+
+    def copied(x: Any) -> Any:
+        return np.array(x) if isinstance(x, np.ndarray) else x
+
+    def device_array(mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(mesh, *jax.tree.map(copied, args), **kwargs)
+
+    original = _replace("tpu_inference.utils", "device_array", device_array)
+
+
+@_override(_WORKER, "tpu_inference.layers.vllm.quantization.unquantized:_load_weight_for_layer", "torchax.ops.mappings:t2j")
+def weights_are_copied() -> None:
+    """torchax's t2j makes JAX arrays of the tensor's own memory and widens bfloat16 to float32 on the way; the loader
+    then frees that memory (resize_(0)), which torch refuses for memory that NumPy has seen.
+    """
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    def t2j(tensor: torch.Tensor, use_dlpack: bool = False) -> jax.Array:
+        tensor = tensor.detach().cpu().clone()
+        if tensor.dtype == torch.bfloat16:
+            array = tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+        else:
+            array = original(tensor, use_dlpack=False)
+        return jax.device_put(array, jax.local_devices()[0])
+
+    module = "tpu_inference.layers.vllm.quantization.unquantized"
+    __import__(module)
+    original = sys.modules[module].t2j
+    sys.modules[module].t2j = t2j
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.layers.common.attention_backend:AttentionBackend",
+    "tpu_inference.layers.common.attention_backend:RPAAttentionBackend",
+    "tpu_inference.layers.common.attention_backend:create_attention_backend",
+    "tpu_inference.layers.common.attention_interface:attention",
+    "tpu_inference.layers.vllm.backends.flash_attn:PallasAttentionBackendImpl",
+    "tpu_inference.runner.kv_cache:get_kv_cache_shape_with_mesh",
+)
+def attention_by_flashxla() -> None:
+    """register_attention_backend cannot be used: its enum member does not survive a spawned engine process, and the
+    JAX models do not ask for it. The default class is replaced instead.
+    """
+    from flashxla_vllm.attention import FlashXlaBackend
+
+    __import__("tpu_inference.layers.common.attention_interface")
+    _replace("tpu_inference.layers.common.attention_backend", "RPAAttentionBackend", FlashXlaBackend)
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.layers.common.fused_moe_gmm:gmm_wrapper",
+    "tpu_inference.layers.common.fused_moe_gmm:moe_gmm_local",
+    "tpu_inference.kernels.sparse_core.dense_gather_reduce:dense_gather_reduce",
+)
+def experts_without_pallas() -> None:
+    """The grouped products and the sum of experts' results are Pallas kernels for TPUs."""
+    from flashxla_vllm import experts
+
+    module = "tpu_inference.layers.common.fused_moe_gmm"
+    _replace(module, "gmm_wrapper", experts.grouped_matmul)
+    _replace(module, "dense_gather_reduce", experts.gather_and_sum)
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.compilation_manager:CompilationManager._run_compilation",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_backbone_helper",
+)
+def precompile_with_shared_metadata() -> None:
+    """0.32.0 passes shared_attention_metadata to the log of a compilation but not to the function that it compiles,
+    so that it compiles another program than the step's.
+    """
+    from tpu_inference.runner.compilation_manager import CompilationManager
+
+    original = CompilationManager._run_compilation
+    name = "shared_attention_metadata"
+
+    def run(self: Any, title: str, fn: Any, *args: Any, call_kwargs: Any = None, **kwargs: Any) -> None:
+        call_kwargs = dict(call_kwargs or {})
+        if name in kwargs:
+            call_kwargs[name] = kwargs.pop(name)
+        original(self, title, fn, *args, call_kwargs=call_kwargs, **kwargs)
+
+    CompilationManager._run_compilation = run
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.tpu_runner:AsyncTPUModelRunnerOutput",
+    "vllm.v1.outputs:AsyncModelRunnerOutput",
+)
+def outputs_of_vllm_0_33() -> None:
+    """vLLM 0.33 added an abstract method to AsyncModelRunnerOutput; tpu_inference 0.32.0 has no such connector."""
+    from tpu_inference.runner.tpu_runner import AsyncTPUModelRunnerOutput as Output
+
+    name = "get_kv_connector_output"
+    if name in Output.__abstractmethods__:
+        setattr(Output, name, lambda self: None)
+        Output.__abstractmethods__ -= {name}
+
+
+@_override(_WORKER, "torchax.tensor:Environment.dispatch")
+def promote_types_outside_torchax() -> None:
+    """torchax sends torch.promote_types (vLLM's LayerNorm) to JAX, which has no aten::promote_types."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    original = torch.promote_types
+
+    def promote_types(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return original(a, b)
+
+    torch.promote_types = promote_types

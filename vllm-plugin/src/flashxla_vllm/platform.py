@@ -1,0 +1,45 @@
+"""vLLM's platform: tpu-inference's, for JAX devices that are no TPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashxla_vllm import overrides, refusals, versions
+
+versions.check()
+overrides.on_platform()
+
+from tpu_inference.platforms.tpu_platform import TpuPlatform  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class XlaPlatform(TpuPlatform):
+    """CPU and NVIDIA GPUs through JAX."""
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        """A constant: JAX must not start in the parent of a process that is forked."""
+        return "xla"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Refuse what does not work, then set vLLM up for JAX."""
+        from vllm.config import CompilationMode
+
+        from flashxla_vllm import memory
+
+        refusals.check(vllm_config)
+        super().check_and_update_config(vllm_config)
+        vllm_config.parallel_config.worker_cls = "flashxla_vllm.worker.XlaWorker"
+        # JAX compiles the step; torch.compile under torchax fails with torch >= 2.11.
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        memory.claim_device_memory(vllm_config)
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+        """flashxla's layer, whatever was selected."""
+        if attn_selector_config.use_mla:
+            raise NotImplementedError("flashxla-vllm: multi-head latent attention (MLA) is not supported")
+        return "flashxla_vllm.layer.FlashXlaLayerBackend"

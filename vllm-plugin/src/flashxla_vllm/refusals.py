@@ -1,0 +1,43 @@
+"""What does not work, refused when the engine is configured, each with a message that names the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Raise for a configuration that cannot run.
+
+    Raises:
+        NotImplementedError: names what was asked for.
+    """
+    reasons = list(_reasons(vllm_config))
+    if reasons:
+        raise NotImplementedError("flashxla-vllm does not support " + "; nor ".join(reasons))
+
+
+def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.pipeline_parallel_size > 1:
+        yield "--pipeline-parallel-size > 1 (its processes are placed on TPU chips); use --tensor-parallel-size"
+    if parallel.enable_expert_parallel:
+        yield "--enable-expert-parallel (its kernels are for TPUs); --tensor-parallel-size splits each expert"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        yield "context parallelism"
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters (--enable-lora)"
+    if model is None:
+        return
+    if model.quantization is not None:
+        yield f"quantised weights ({model.quantization})"
+    if model.use_mla:
+        yield "multi-head latent attention (MLA), as of DeepSeek"
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        yield "models with state-space or linear attention layers"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        yield f"speculative decoding by {speculative.method!r}; method 'ngram' works"
