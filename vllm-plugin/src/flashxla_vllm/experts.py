@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def _swiglu_of_gpt_oss(gate: jax.Array, up: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+# By tpu-inference's names: of the gate's half and the other half of a product.
+ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "swigluoai": _swiglu_of_gpt_oss,
+}
 
 
 def grouped_matmul(
@@ -23,10 +38,10 @@ def grouped_matmul(
     Args:
         group_sizes: the rows of each expert.
         group_offset: [1], the first expert that rhs has; 0 where it has all.
-        fuse_act: activation of the two halves of N, named as in tokamax.
+        fuse_act: an activation of the two halves of N.
     """
-    from tokamax._src.ops.experimental.gmm_v2.gmm_v2 import apply_act_fn
-
+    if fuse_act is not None and fuse_act not in ACTIVATIONS:
+        raise NotImplementedError(f"flashxla-vllm: activation {fuse_act!r} of experts; {', '.join(ACTIVATIONS)}")
     if rhs_scale is not None:
         raise NotImplementedError("flashxla-vllm: quantised weights of experts")
     del group_offset  # expert parallelism is refused (refusals.py), so rhs has all experts
@@ -35,7 +50,7 @@ def grouped_matmul(
         expert = jnp.repeat(jnp.arange(rhs.shape[0]), group_sizes, total_repeat_length=lhs.shape[0])
         out += rhs_bias[expert, 0]
     if fuse_act is not None:
-        out = apply_act_fn(out, fuse_act)
+        out = ACTIVATIONS[fuse_act](*jnp.split(out, 2, axis=-1))
     return out.astype(preferred_element_type or lhs.dtype)
 
 

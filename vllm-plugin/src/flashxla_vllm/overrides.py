@@ -205,6 +205,19 @@ def attention_by_flashxla() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.models.common.model_loader:_VLLM_PREFERRED_ARCHITECTURES",
+    "tpu_inference.models.jax.qwen2:Qwen2ForCausalLM.__init__",
+)
+def qwen2_of_vllm() -> None:
+    """The JAX model of Qwen2 reads config.text_config, which Qwen2's config does not have; vLLM's own model works."""
+    name = "_VLLM_PREFERRED_ARCHITECTURES"
+    from tpu_inference.models.common import model_loader
+
+    setattr(model_loader, name, getattr(model_loader, name) | {"Qwen2ForCausalLM"})
+
+
+@_override(
+    _WORKER,
     "tpu_inference.layers.common.fused_moe_gmm:gmm_wrapper",
     "tpu_inference.layers.common.fused_moe_gmm:moe_gmm_local",
     "tpu_inference.kernels.sparse_core.dense_gather_reduce:dense_gather_reduce",

@@ -1,0 +1,58 @@
+"""Fixtures: checkpoints and engines. JAX has two virtual CPU devices; engines run in this process.
+
+tests/conftest.py is not read: the environment has none of what it needs (make test-vllm).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before JAX and vLLM are imported; the processes that tests start inherit it.
+_COMPILED = tempfile.TemporaryDirectory(prefix="flashxla-vllm-compiled-")
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_XLA_CACHE_PATH=_COMPILED.name,
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import functools
+
+import pytest
+
+from tests.vllm import checkpoints
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """The folder of a family's checkpoint, written on first use."""
+
+    @functools.cache
+    def folder(family: str) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        checkpoints.save(checkpoints.FAMILIES[family], path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hf_tokens(checkpoint):
+    """Hugging Face's greedy tokens for a family and prompts."""
+
+    @functools.cache
+    def tokens(family: str, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
+        return checkpoints.greedy_tokens(checkpoint(family), [list(prompt) for prompt in prompts], count)
+
+    def with_lists(
+        family: str, prompts: list[list[int]] = checkpoints.PROMPTS, count: int = checkpoints.NEW_TOKENS
+    ) -> list[list[int]]:
+        return tokens(family, tuple(map(tuple, prompts)), count)
+
+    return with_lists
