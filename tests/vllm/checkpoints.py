@@ -170,6 +170,7 @@ FAMILIES: dict[str, Family] = {
         },
         _random_biases,
     ),
+    "one_kv_head": Family("llama", {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 1}),
     # Not of the list that must work, but the one with ALiBi.
     "bloom": Family(
         "bloom",

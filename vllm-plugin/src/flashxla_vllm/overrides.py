@@ -75,6 +75,8 @@ def no_environment_of_tpus() -> None:
         "TPU_ACCELERATOR_TYPE": "none-1",
         "TPU_NAME": "none",
         "TPU_WORKER_ID": "0",
+        # Data parallel in one process: the other way pins each process to TPU chips.
+        "TPU_MULTIPROCESS_DP": "0",
         # One program a bucket of tokens: compiled in parallel, JAX's own default here is one after the other.
         "NUM_PRECOMPILE_WORKERS": str(min(8, os.cpu_count() or 1)),
     }
@@ -176,7 +178,9 @@ def weights_are_copied() -> None:
             array = tensor.view(torch.int16).numpy().view(jnp.bfloat16)
         else:
             array = original(tensor, use_dlpack=False)
-        return jax.device_put(array, jax.local_devices()[0])
+        # On the device, whatever the loader's default is; not committed to it, for a mesh spreads it later.
+        with jax.default_device(jax.local_devices()[0]):
+            return jax.device_put(array)
 
     module = "tpu_inference.layers.vllm.quantization.unquantized"
     __import__(module)
@@ -267,6 +271,69 @@ def outputs_of_vllm_0_33() -> None:
     if name in Output.__abstractmethods__:
         setattr(Output, name, lambda self: None)
         Output.__abstractmethods__ -= {name}
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.core.sched.dp_scheduler:DPScheduler",
+    "vllm.v1.core.sched.interface:SchedulerInterface",
+)
+def data_parallel_scheduler_of_vllm_0_33() -> None:
+    """vLLM 0.33 added an abstract method to its schedulers that tpu_inference 0.32.0's for data parallelism lacks."""
+    from tpu_inference.core.sched.dp_scheduler import DPScheduler
+
+    def has_request(self: Any, request_id: str) -> bool:
+        waiting = self._pending_new_requests
+        return request_id in self.assigned_dp_rank or any(r.request_id == request_id for r in waiting)
+
+    if "has_request" in DPScheduler.__abstractmethods__:
+        setattr(DPScheduler, "has_request", has_request)
+        DPScheduler.__abstractmethods__ -= {"has_request"}
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._modify_prev_results",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._update_placeholder",
+    "tpu_inference.runner.utils:host_extract_sampled_tokens",
+    "tpu_inference.runner.persistent_batch_manager:PersistentBatchManager.update_states",
+)
+def requests_that_leave_the_batch_keep_their_last_token() -> None:
+    """With async scheduling a step's token replaces its placeholder, 0, one step later; 0.32.0 skips that for a request
+    that has left the batch by then. One that was preempted was recomputed with the 0, and wrote other tokens.
+    """
+    from tpu_inference.runner import utils
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    original = TPUModelRunner._modify_prev_results
+
+    def modify_prev_results(self: Any) -> None:
+        previous = self._pre_async_results
+        original(self)
+        if getattr(previous, "is_continue_decode", False):
+            return
+        left = [
+            (index, state)
+            for index, state, _ in previous.request_seq_lens
+            if state.req_id not in self.input_batch.req_id_to_index and self.requests.get(state.req_id) is state
+        ]
+        if not left:
+            return
+        sampled = utils.host_extract_sampled_tokens(
+            self,
+            previous.spec_decode_metadata,
+            previous.next_tokens,
+            previous.logits_indices_selector,
+            previous.discard_sampled_tokens_req_indices,
+            len(previous.req_ids),
+        )
+        for index, state in left:
+            if tokens := sampled[index]:
+                drafts = previous.scheduler_output.scheduled_spec_decode_tokens.get(state.req_id, ())
+                del state.output_token_ids[-1 - len(drafts) :]
+                state.output_token_ids.extend(tokens)
+
+    TPUModelRunner._modify_prev_results = modify_prev_results
 
 
 @_override(_WORKER, "torchax.tensor:Environment.dispatch")

@@ -43,3 +43,9 @@ class XlaPlatform(TpuPlatform):
         if attn_selector_config.use_mla:
             raise NotImplementedError("flashxla-vllm: multi-head latent attention (MLA) is not supported")
         return "flashxla_vllm.layer.FlashXlaLayerBackend"
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuse the sampling parameters that the runner would silently ignore."""
+        super().validate_request(processed_inputs, params)
+        refusals.check_request(params)

@@ -1,12 +1,42 @@
-"""What does not work, refused when the engine is configured, each with a message that names the setting."""
+"""What does not work, refused when the engine is configured or a request arrives, by messages that name the setting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# Parameters of a request that tpu-inference's sampler does not read, with the values that ask for nothing.
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+}
+
+
+def check_request(params: Any) -> None:
+    """Raise for sampling parameters that would have no effect.
+
+    Raises:
+        ValueError: names them; the server answers 400.
+    """
+    asked = [
+        f"{name}={value!r}"
+        for name, nothing in _IGNORED.items()
+        if (value := getattr(params, name, nothing[0])) not in nothing
+    ]
+    if asked:
+        raise ValueError(
+            f"flashxla-vllm does not support {', '.join(asked)}. If the model's generation_config.json asks for it, "
+            "start with --generation-config vllm."
+        )
 
 
 def check(vllm_config: VllmConfig) -> None:

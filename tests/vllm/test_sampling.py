@@ -1,0 +1,89 @@
+"""Sampling parameters, through the offline API."""
+
+import math
+
+import pytest
+
+from tests.vllm.checkpoints import PROMPTS
+from tests.vllm.engine import engine
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint):
+    with engine(checkpoint("llama"), max_logprobs=5) as running:
+        yield running
+
+
+def test_logprobs_are_hfs(running, checkpoint):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
+    for prompt, output in zip(PROMPTS[2:4], running.generate(PROMPTS[2:4], 4, logprobs=3, prompt_logprobs=1), strict=True):
+        ids = [*prompt, *output.outputs[0].token_ids]
+        with torch.inference_mode():
+            expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+        for i, top in enumerate(output.outputs[0].logprobs):
+            assert len(top) >= 3
+            for token, logprob in top.items():
+                assert logprob.logprob == pytest.approx(expected[len(prompt) - 1 + i, token].item(), abs=1e-3)
+        for i, top in enumerate(output.prompt_logprobs[1:]):
+            assert top[prompt[i + 1]].logprob == pytest.approx(expected[i, prompt[i + 1]].item(), abs=1e-3)
+
+
+def test_stop_strings_and_tokens(running, hf_tokens):
+    tokens = hf_tokens("llama")[3]
+    (output,) = running.generate(PROMPTS[3:4], 12, stop=[f"t{tokens[5]}"])
+    assert list(output.outputs[0].token_ids) == tokens[:6]
+    assert output.outputs[0].finish_reason == "stop"
+    (output,) = running.generate(PROMPTS[3:4], 12, stop_token_ids=[tokens[4]])
+    assert list(output.outputs[0].token_ids) == tokens[:5]
+
+
+def test_several_samples(running, hf_tokens):
+    (output,) = running.generate(PROMPTS[2:3], 8, n=4, temperature=1.0)
+    texts = {tuple(sample.token_ids) for sample in output.outputs}
+    assert len(output.outputs) == 4
+    assert len(texts) > 1
+    (output,) = running.generate(PROMPTS[2:3], 12, n=3, temperature=1.0, top_k=1)
+    assert [list(sample.token_ids) for sample in output.outputs] == [hf_tokens("llama")[2]] * 3
+
+
+def test_temperature_changes_the_distribution(running):
+    """At temperature 1 tokens come with the frequencies of the logits: the most likely one of a few hundred draws."""
+    (output,) = running.generate(PROMPTS[:1], 1, n=256, temperature=1.0, logprobs=5)
+    best = max(output.outputs[0].logprobs[0].items(), key=lambda item: item[1].logprob)
+    probability = math.exp(best[1].logprob)
+    drawn = sum(sample.token_ids[0] == best[0] for sample in output.outputs) / 256
+    assert abs(drawn - probability) < 5 * math.sqrt(probability * (1 - probability) / 256)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"min_p": 0.1, "temperature": 1.0},
+        {"min_tokens": 2},
+        {"logit_bias": {77: 100.0}},
+        {"allowed_token_ids": [50, 60]},
+        {"bad_words": ["t5"]},
+        {"seed": 1, "temperature": 1.0},
+    ],
+    ids=lambda parameter: next(iter(parameter)),
+)
+def test_what_the_sampler_ignores_is_refused(parameter, running, hf_tokens):
+    with pytest.raises(ValueError, match=next(iter(parameter))):
+        running.generate(PROMPTS[:1], 2, **parameter)
+    assert running.greedy() == hf_tokens("llama")
+
+
+def test_structured_output(running):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    (output,) = running.generate(
+        PROMPTS[2:3], 8, structured_outputs=StructuredOutputsParams(choice=["t17 t18", "t21"]), ignore_eos=False
+    )
+    assert output.outputs[0].text.strip() in ("t17 t18", "t21")
+
