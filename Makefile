@@ -2,6 +2,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
@@ -10,10 +11,10 @@ NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cuda cuda-for-test wheel lock clean
+.PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm lock-vllm clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/built  ## a language model writes text through paged attention compiled by XLA
 	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla --temperature 0.6 --top-p 0.9 --max-new-tokens 160
@@ -73,5 +74,38 @@ lock: .venv/packages  ## choose the versions in requirements.lock anew
 	  --extra torch-xla --extra generate --extra bench --group dev --no-emit-index-url --no-emit-find-links \
 	  --custom-compile-command "make lock" -o requirements.lock
 
+# vLLM on XLA has an environment of its own: Python 3.12, and versions that flashxla itself does not depend on.
+vllm: .venv-vllm/built  ## vLLM with flashxla, in .venv-vllm (Python 3.12; docs/vllm.md)
+
+test-vllm: .venv-vllm/built  ## vLLM on a CPU: models, scheduling, server
+	@PYTHONDONTWRITEBYTECODE= $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml --rootdir . -v tests/vllm
+
+.venv-vllm/packages: vllm-plugin/requirements.lock vllm-plugin/vllm.lock
+	@echo "== packages into .venv-vllm (about 3 GB to download, 2 to 4 minutes)"
+	@python=$$(vllm-plugin/find-python) && "$$python" -m venv --clear .venv-vllm
+	@$(VLLM_BIN)/python -m pip install -q "$$(grep -oE '^uv==[^ ]+' requirements.lock)"
+	@$(VLLM_BIN)/uv pip install --python $(VLLM_BIN)/python --no-deps --require-hashes -r vllm-plugin/requirements.lock
+	@echo "== vLLM, without kernels of its own (half a minute)"
+	@VLLM_TARGET_DEVICE=empty $(VLLM_BIN)/uv pip install --python $(VLLM_BIN)/python --no-deps --no-build-isolation \
+	  --no-binary vllm --require-hashes -r vllm-plugin/vllm.lock
+	@touch $@
+
+.venv-vllm/built: .venv-vllm/packages pyproject.toml $(NATIVE_SOURCES) $(shell find src -name '*.py') vllm-plugin/pyproject.toml
+	@echo "== flashxla into .venv-vllm (about 1 minute)"
+	@$(VLLM_BIN)/uv pip install -q --python $(VLLM_BIN)/python --no-deps --reinstall-package flashxla . -C build-dir=build/vllm
+	@$(VLLM_BIN)/uv pip install -q --python $(VLLM_BIN)/python --no-deps --editable ./vllm-plugin
+	@touch $@
+
+lock-vllm: .venv-vllm/packages  ## choose the versions in vllm-plugin/*.lock anew
+	@mkdir -p build
+	@$(VLLM_BIN)/python -c "from importlib.metadata import requires; \
+	  print(*(r for r in requires('vllm') if 'extra ==' not in r), sep='\n')" > build/vllm-requires.txt
+	@$(VLLM_BIN)/uv pip compile -q --upgrade vllm-plugin/requirements.in build/vllm-requires.txt --override vllm-plugin/overrides.txt \
+	  --python-version 3.12 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock-vllm" -o vllm-plugin/requirements.lock
+	@grep -oE 'vllm==[0-9.]+' vllm-plugin/pyproject.toml | $(VLLM_BIN)/uv pip compile -q - --no-deps --python-version 3.12 \
+	  --no-binary vllm --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock-vllm" -o vllm-plugin/vllm.lock
+
 clean:  ## forget what was built
-	@rm -rf .venv build dist
+	@rm -rf .venv .venv-vllm build dist
