@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 512
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")  # the first tokens; no text shows them
 NEW_TOKENS = 12
 # Ragged: 1 to 65 tokens, 133 together.
 PROMPTS = [
@@ -158,7 +159,9 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
     ),
-    "gpt2": Family("gpt2", {"architectures": ["GPT2LMHeadModel"], "tie_word_embeddings": True}, _random_biases),
+    "gpt2": Family(
+        "gpt2", {"architectures": ["GPT2LMHeadModel"], "tie_word_embeddings": True}, _random_biases
+    ),
     "opt": Family(
         "opt",
         {
@@ -181,13 +184,14 @@ FAMILIES: dict[str, Family] = {
 
 
 def save(family: Family, path: Path) -> None:
-    """Write the checkpoint, with a tokenizer whose words are t0 to t511."""
+    """Write the checkpoint, with a tokenizer whose words are t4 to t511 behind four special ones."""
     model = _model(family.model_type, family.config, family.change)
     model.save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t3"))
+    vocabulary = [*SPECIAL, *(f"t{i}" for i in range(len(SPECIAL), VOCABULARY))]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
+        tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(path)
@@ -195,7 +199,9 @@ def save(family: Family, path: Path) -> None:
 
 def greedy_tokens(path: Path, prompts: list[list[int]], count: int = NEW_TOKENS) -> list[list[int]]:
     """What the saved checkpoint writes after each prompt, one prompt at a time, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     return [_greedy(model, prompt, count) for prompt in prompts]
 
 
@@ -227,6 +233,11 @@ def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def words(tokens: list[int]) -> str:
+    """The text of tokens."""
+    return " ".join(f"t{token}" for token in tokens if token >= len(SPECIAL))
+
+
 def main() -> None:
     """Show each family's tokens, to judge whether they vary."""
     import sys
@@ -240,7 +251,9 @@ def main() -> None:
             print(name, f"{distinct} distinct of {sum(map(len, tokens))}", json.dumps(tokens[:3]))
             if FAMILIES[name].feature:
                 other = greedy_tokens_without_feature(FAMILIES[name])
-                differ = sum(a != b for x, y in zip(tokens, other, strict=True) for a, b in zip(x, y, strict=True))
+                differ = sum(
+                    a != b for x, y in zip(tokens, other, strict=True) for a, b in zip(x, y, strict=True)
+                )
                 print(f"    without {FAMILIES[name].feature}: {differ} tokens differ")
 
 

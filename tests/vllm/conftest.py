@@ -10,12 +10,11 @@ import tempfile
 from pathlib import Path
 
 # Before JAX and vLLM are imported; the processes that tests start inherit it.
-_COMPILED = tempfile.TemporaryDirectory(prefix="flashxla-vllm-compiled-")
 os.environ.update(
     JAX_PLATFORMS="cpu",
     XLA_FLAGS="--xla_force_host_platform_device_count=2",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_XLA_CACHE_PATH=_COMPILED.name,
+    VLLM_XLA_CACHE_PATH=tempfile.mkdtemp(prefix="flashxla-vllm-compiled-"),
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
@@ -23,10 +22,16 @@ os.environ.update(
 )
 
 import functools
+import shutil
 
 import pytest
 
 from tests.vllm import checkpoints
+
+
+def pytest_unconfigure() -> None:
+    """Compiled programs are shared by the tests of one run."""
+    shutil.rmtree(os.environ["VLLM_XLA_CACHE_PATH"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,10 @@ class Engine:
         return core.model_executor.driver_worker.worker.model_runner
 
     def greedy(
-        self, prompts: list[list[int]] = checkpoints.PROMPTS, count: int = checkpoints.NEW_TOKENS, **sampling: Any
+        self,
+        prompts: list[list[int]] = checkpoints.PROMPTS,
+        count: int = checkpoints.NEW_TOKENS,
+        **sampling: Any,
     ) -> list[list[int]]:
         """The tokens after each prompt."""
         return [list(output.outputs[0].token_ids) for output in self.generate(prompts, count, **sampling)]
@@ -54,7 +57,9 @@ class Engine:
     def cache_pointers(self) -> list[int]:
         """The addresses of the layers' caches, on each device."""
         return [
-            shard.data.unsafe_buffer_pointer() for cache in self.runner.kv_caches for shard in cache.addressable_shards
+            shard.data.unsafe_buffer_pointer()
+            for cache in self.runner.kv_caches
+            for shard in cache.addressable_shards
         ]
 
     def metric(self, name: str) -> float:

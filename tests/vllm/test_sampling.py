@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from tests.vllm.checkpoints import PROMPTS
 from tests.vllm.engine import engine
@@ -19,7 +20,9 @@ def test_logprobs_are_hfs(running, checkpoint):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
-    for prompt, output in zip(PROMPTS[2:4], running.generate(PROMPTS[2:4], 4, logprobs=3, prompt_logprobs=1), strict=True):
+    for prompt, output in zip(
+        PROMPTS[2:4], running.generate(PROMPTS[2:4], 4, logprobs=3, prompt_logprobs=1), strict=True
+    ):
         ids = [*prompt, *output.outputs[0].token_ids]
         with torch.inference_mode():
             expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
@@ -74,7 +77,7 @@ def test_temperature_changes_the_distribution(running):
     ids=lambda parameter: next(iter(parameter)),
 )
 def test_what_the_sampler_ignores_is_refused(parameter, running, hf_tokens):
-    with pytest.raises(ValueError, match=next(iter(parameter))):
+    with pytest.raises(VLLMValidationError, match=next(iter(parameter))):
         running.generate(PROMPTS[:1], 2, **parameter)
     assert running.greedy() == hf_tokens("llama")
 
@@ -83,7 +86,9 @@ def test_structured_output(running):
     from vllm.sampling_params import StructuredOutputsParams
 
     (output,) = running.generate(
-        PROMPTS[2:3], 8, structured_outputs=StructuredOutputsParams(choice=["t17 t18", "t21"]), ignore_eos=False
+        PROMPTS[2:3],
+        8,
+        structured_outputs=StructuredOutputsParams(choice=["t17 t18", "t21"]),
+        ignore_eos=False,
     )
     assert output.outputs[0].text.strip() in ("t17 t18", "t21")
-

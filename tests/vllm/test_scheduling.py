@@ -42,7 +42,12 @@ def test_preemption(checkpoint, hf_tokens):
 
 def test_speculation_by_ngrams(checkpoint, hf_tokens):
     prompts = [[*range(20, 30)] * 4, [7, 8, 9] * 5, [33]]
-    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    }
     with engine(checkpoint("llama"), speculative_config=speculation) as running:
         assert running.greedy(prompts, 40) == hf_tokens("llama", prompts, 40)
         assert running.metric("spec_decode_num_draft_tokens") > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import urllib.request
 import openai
 import pytest
 
-from tests.vllm.checkpoints import PROMPTS
+from tests.vllm.checkpoints import PROMPTS, words
 
 MAX_MODEL_LEN = 256
 
@@ -59,7 +60,9 @@ class Server:
         """Until no request runs and no cache block is held."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if not any(map(self.metric, ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))):
+            if not any(
+                map(self.metric, ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
+            ):
                 return
             time.sleep(0.3)
         raise AssertionError("requests or blocks are left")
@@ -71,7 +74,14 @@ def start(path, log, *options: str, **environment: str) -> Server:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--port", str(port)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
-    command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(32 << 20)]
+    command += [
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "64",
+        "--kv-cache-memory-bytes",
+        str(32 << 20),
+    ]
     command += ["--max-logprobs", "5", "--generation-config", "vllm", *options]
     # Its own session: the server's processes end with it.
     with open(log, "w") as out:
@@ -91,10 +101,8 @@ def stop(server: Server) -> int:
     try:
         return server.process.wait(60)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +115,11 @@ def server(checkpoint, tmp_path_factory):
         stop(running)
 
 
-def words(tokens: list[int]) -> str:
-    return " ".join(f"t{token}" for token in tokens)
-
-
 def test_completions(server, hf_tokens):
     answer = server.complete(PROMPTS)
-    assert [choice.text.split() for choice in answer.choices] == [words(row).split() for row in hf_tokens("llama")]
+    assert [choice.text.split() for choice in answer.choices] == [
+        words(row).split() for row in hf_tokens("llama")
+    ]
     assert answer.usage.completion_tokens == 12 * len(PROMPTS)
 
 
@@ -125,7 +131,12 @@ def test_streaming(server, hf_tokens):
 
 def test_chat(server, hf_tokens):
     prompt = [*PROMPTS[4]]
-    ask = {"model": "tiny", "messages": [{"role": "user", "content": words(prompt)}], "max_tokens": 12, "temperature": 0}
+    ask = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": words(prompt)}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     ask["extra_body"] = {"ignore_eos": True, "add_special_tokens": False}
     expected = words(hf_tokens("llama")[4]).split()
     assert server.client.chat.completions.create(**ask).choices[0].message.content.split() == expected
@@ -149,14 +160,18 @@ def test_stop_strings(server, hf_tokens):
 
 
 def test_several_choices(server):
-    answer = server.client.completions.create(model="tiny", prompt=PROMPTS[2], max_tokens=6, n=4, temperature=1.0)
+    answer = server.client.completions.create(
+        model="tiny", prompt=PROMPTS[2], max_tokens=6, n=4, temperature=1.0
+    )
     assert len(answer.choices) == 4
     assert len({choice.text for choice in answer.choices}) > 1
 
 
 def test_structured_output(server):
     choices = ["t17 t18", "t21"]
-    answer = server.complete(PROMPTS[2], 8, extra_body={"structured_outputs": {"choice": choices}, "ignore_eos": False})
+    answer = server.complete(
+        PROMPTS[2], 8, extra_body={"structured_outputs": {"choice": choices}, "ignore_eos": False}
+    )
     assert answer.choices[0].text.strip() in choices
 
 

@@ -1,7 +1,7 @@
-"""Attention of a layer: flashxla's write-and-attend on a cache of one array, [pages, page size, KV heads, 2 * head size].
+"""Attention of a layer: flashxla's write-and-attend on a cache of one array a layer.
 
-The array is written in place: each step donates it. The layout is that of one shard; a mesh splits pages (data
-parallel) and heads (tensor parallel).
+Its shape is [pages, page size, KV heads, 2 * head size], keys before values in the last dimension. It is written in
+place: each step donates it. A mesh splits its pages (data parallel) and its heads (tensor parallel).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import flashxla.jax as fx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -18,6 +17,8 @@ from tpu_inference.layers.common.attention_backend import AttentionBackend
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata, SharedAttentionMetadata
 from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.utils import get_mesh_shape_product
+
+import flashxla.jax as fx
 
 LAYOUT = "packed_NHD"
 _FP8_FORMATS = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
@@ -102,7 +103,17 @@ def attend_on_mesh(
         # distribution: the numbers of decoding sequences, of those and prefills, and of all.
         num_seqs = distribution[2:3]
         return attend(
-            mask, kv_cache, query, key, value, sinks, alibi_slopes, context_lens, tables, query_start_loc, num_seqs
+            mask,
+            kv_cache,
+            query,
+            key,
+            value,
+            sinks,
+            alibi_slopes,
+            context_lens,
+            tables,
+            query_start_loc,
+            num_seqs,
         )
 
     key, value = _a_head_for_each_device(mesh, key), _a_head_for_each_device(mesh, value)
@@ -123,9 +134,11 @@ def attend_on_mesh(
     sequences, heads = P(ShardingAxisName.ATTN_DATA), P(ShardingAxisName.ATTN_HEAD)
     tokens = P(ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD, None)
     cache = P(ShardingAxisName.ATTN_DATA, None, ShardingAxisName.ATTN_HEAD, None)
-    in_specs = (cache, tokens, tokens, tokens, heads, heads, sequences, sequences, sequences, sequences)
-    in_specs = tuple(None if x is None else spec for x, spec in zip(arguments, in_specs, strict=True))
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(cache, tokens), check_vma=False)
+    specs = (cache, tokens, tokens, tokens, heads, heads, sequences, sequences, sequences, sequences)
+    in_specs = tuple(None if x is None else spec for x, spec in zip(arguments, specs, strict=True))
+    sharded = jax.shard_map(
+        on_device, mesh=mesh, in_specs=in_specs, out_specs=(cache, tokens), check_vma=False
+    )
     return sharded(*arguments)
 
 
@@ -171,8 +184,16 @@ class FlashXlaBackend(AttentionBackend):
     ) -> tuple[jax.Array, jax.Array]:
         """The new cache and the output."""
         if q_scale is not None:
-            raise NotImplementedError("flashxla-vllm: quantised queries are not supported; unset the query's scale")
+            raise NotImplementedError(
+                "flashxla-vllm: quantised queries are not supported; unset the query's scale"
+            )
         mask = Mask(
-            sm_scale, attention_chunk_size, attn_logits_soft_cap, k_scale, v_scale, use_causal_mask, update_kv_cache
+            sm_scale,
+            attention_chunk_size,
+            attn_logits_soft_cap,
+            k_scale,
+            v_scale,
+            use_causal_mask,
+            update_kv_cache,
         )
         return attend_on_mesh(mesh, mask, kv_cache, q, k, v, md, shared_md, sinks)

@@ -41,7 +41,9 @@ def grouped_matmul(
         fuse_act: an activation of the two halves of N.
     """
     if fuse_act is not None and fuse_act not in ACTIVATIONS:
-        raise NotImplementedError(f"flashxla-vllm: activation {fuse_act!r} of experts; {', '.join(ACTIVATIONS)}")
+        raise NotImplementedError(
+            f"flashxla-vllm: activation {fuse_act!r} of experts; {', '.join(ACTIVATIONS)}"
+        )
     if rhs_scale is not None:
         raise NotImplementedError("flashxla-vllm: quantised weights of experts")
     del group_offset  # expert parallelism is refused (refusals.py), so rhs has all experts
@@ -55,7 +57,11 @@ def grouped_matmul(
 
 
 def gather_and_sum(
-    x: jax.Array, indices: jax.Array, topk_weights: jax.Array, reduce_group_size: int, topk_wgt_zero_nan: bool = False
+    x: jax.Array,
+    indices: jax.Array,
+    topk_weights: jax.Array,
+    reduce_group_size: int,
+    topk_wgt_zero_nan: bool = False,
 ) -> jax.Array:
     """out[t] = sum over k of topk_weights[t, k] * x[indices[t * group + k]]."""
     rows = x[indices].reshape(-1, reduce_group_size, x.shape[-1]).astype(jnp.float32)

@@ -41,7 +41,9 @@ def _layer(
     tokens = query.shape[0]
     query = query.reshape(tokens, heads, head_size)
     key, value = (x.reshape(tokens, kv_heads, head_size) for x in (key, value))
-    kv_cache, out = attend_on_mesh(mesh, mask, kv_cache, query, key, value, metadata, shared, sinks, alibi_slopes)
+    kv_cache, out = attend_on_mesh(
+        mesh, mask, kv_cache, query, key, value, metadata, shared, sinks, alibi_slopes
+    )
     return kv_cache, out.reshape(tokens, heads * head_size)
 
 
@@ -63,7 +65,9 @@ class FlashXlaImpl(PallasAttentionBackendImpl):
         sinks: torch.Tensor | None = None,
     ) -> None:
         if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"flashxla-vllm: attention of type {attn_type}; only decoders are supported")
+            raise NotImplementedError(
+                f"flashxla-vllm: attention of type {attn_type}; only decoders are supported"
+            )
         super().__init__(
             num_heads,
             head_size,

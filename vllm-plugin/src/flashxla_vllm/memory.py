@@ -63,10 +63,13 @@ def available_for_cache(vllm_config: VllmConfig, devices: Sequence[Any]) -> int:
 def owned_bytes(device: Any, utilization: float) -> int:
     """What the engine may use of a device."""
     limit = device_limit(device)
-    if device.platform == "cpu":
-        return int(limit * utilization)
+    if device.platform == "cpu":  # others use the memory too
+        free = psutil.virtual_memory().available // len(jax.local_devices())
+        return min(int(limit * utilization), used_bytes(device) + free)
     fraction = float(os.environ.get(_FRACTION, _JAX_DEFAULT_FRACTION))
-    return min(limit, int(limit / fraction * utilization))  # limit: what JAX may allocate, `fraction` of the device
+    return min(
+        limit, int(limit / fraction * utilization)
+    )  # limit: what JAX may allocate, `fraction` of the device
 
 
 def device_limit(device: Any) -> int:
@@ -101,7 +104,10 @@ def activation_bytes(vllm_config: VllmConfig) -> int:
     shards = vllm_config.parallel_config.tensor_parallel_size
     text = model.hf_text_config
     hidden = model.get_hidden_size()
-    wide = max(getattr(text, name, None) or 0 for name in ("intermediate_size", "ffn_dim", "n_inner")) or 4 * hidden
+    wide = (
+        max(getattr(text, name, None) or 0 for name in ("intermediate_size", "ffn_dim", "n_inner"))
+        or 4 * hidden
+    )
     per_token = getattr(text, "num_experts_per_tok", None) or 1
     heads = text.num_attention_heads + 2 * model.get_total_num_kv_heads()
     widths = 4 * hidden + (2 * wide * per_token + heads * model.get_head_size()) // shards

@@ -104,7 +104,7 @@ def any_jax_platform() -> None:
     "tpu_inference.models.common.compiler_options:get_sampling_compiler_options",
 )
 def no_compiler_options_of_tpus() -> None:
-    """XLA refuses the options xla_tpu_* for other devices."""
+    """tpu_inference compiles its steps with options xla_tpu_*, which XLA refuses for other devices."""
     module = "tpu_inference.models.common.compiler_options"
     _replace(module, "get_step_fn_compiler_options", dict)
     _replace(module, "get_sampling_compiler_options", dict)
@@ -134,7 +134,11 @@ def memory_of_any_device() -> None:
     _replace("tpu_inference.utils", "hbm_usage_bytes", hbm_usage_bytes)
 
 
-@_override(_WORKER, "tpu_inference.utils:make_optimized_mesh", "tpu_inference.runner.tpu_runner:TPUModelRunner._create_2d_mesh")
+@_override(
+    _WORKER,
+    "tpu_inference.utils:make_optimized_mesh",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._create_2d_mesh",
+)
 def mesh_without_coordinates() -> None:
     """make_optimized_mesh sorts devices by TPU coordinates, which others lack."""
     import jax
@@ -146,7 +150,9 @@ def mesh_without_coordinates() -> None:
     _replace("tpu_inference.utils", "make_optimized_mesh", make_mesh)
 
 
-@_override(_WORKER, "tpu_inference.utils:device_array", "tpu_inference.layers.common.utils:general_device_put")
+@_override(
+    _WORKER, "tpu_inference.utils:device_array", "tpu_inference.layers.common.utils:general_device_put"
+)
 def staging_buffers_are_copied() -> None:
     """device_put returns before it has read its operand, and on a CPU aliases it. The runner writes the next step into
     the same NumPy buffers, so a step could see the next one's inputs.
@@ -163,7 +169,11 @@ def staging_buffers_are_copied() -> None:
     original = _replace("tpu_inference.utils", "device_array", device_array)
 
 
-@_override(_WORKER, "tpu_inference.layers.vllm.quantization.unquantized:_load_weight_for_layer", "torchax.ops.mappings:t2j")
+@_override(
+    _WORKER,
+    "tpu_inference.layers.vllm.quantization.unquantized:_load_weight_for_layer",
+    "torchax.ops.mappings:t2j",
+)
 def weights_are_copied() -> None:
     """torchax's t2j makes JAX arrays of the tensor's own memory and widens bfloat16 to float32 on the way; the loader
     then frees that memory (resize_(0)), which torch refuses for memory that NumPy has seen.
@@ -182,10 +192,10 @@ def weights_are_copied() -> None:
         with jax.default_device(jax.local_devices()[0]):
             return jax.device_put(array)
 
-    module = "tpu_inference.layers.vllm.quantization.unquantized"
-    __import__(module)
-    original = sys.modules[module].t2j
-    sys.modules[module].t2j = t2j
+    from tpu_inference.layers.vllm.quantization import unquantized
+
+    original = unquantized.t2j
+    unquantized.t2j = t2j
 
 
 @_override(
@@ -287,7 +297,7 @@ def data_parallel_scheduler_of_vllm_0_33() -> None:
         return request_id in self.assigned_dp_rank or any(r.request_id == request_id for r in waiting)
 
     if "has_request" in DPScheduler.__abstractmethods__:
-        setattr(DPScheduler, "has_request", has_request)
+        DPScheduler.has_request = has_request
         DPScheduler.__abstractmethods__ -= {"has_request"}
 
 
@@ -315,7 +325,8 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
         left = [
             (index, state)
             for index, state, _ in previous.request_seq_lens
-            if state.req_id not in self.input_batch.req_id_to_index and self.requests.get(state.req_id) is state
+            if state.req_id not in self.input_batch.req_id_to_index
+            and self.requests.get(state.req_id) is state
         ]
         if not left:
             return
@@ -344,8 +355,8 @@ def promote_types_outside_torchax() -> None:
 
     original = torch.promote_types
 
-    def promote_types(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    def promote_types(type1: torch.dtype, type2: torch.dtype) -> torch.dtype:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return original(a, b)
+            return original(type1, type2)
 
     torch.promote_types = promote_types

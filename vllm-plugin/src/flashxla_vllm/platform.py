@@ -47,5 +47,5 @@ class XlaPlatform(TpuPlatform):
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         """Refuse the sampling parameters that the runner would silently ignore."""
-        super().validate_request(processed_inputs, params)
         refusals.check_request(params)
+        super().validate_request(processed_inputs, params)

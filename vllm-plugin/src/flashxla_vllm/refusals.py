@@ -18,6 +18,7 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None, []),
     "bad_words": (None, []),
+    "seed": (None,),
 }
 
 
@@ -25,15 +26,17 @@ def check_request(params: Any) -> None:
     """Raise for sampling parameters that would have no effect.
 
     Raises:
-        ValueError: names them; the server answers 400.
+        VLLMValidationError: names them; the server answers 400.
     """
+    from vllm.exceptions import VLLMValidationError
+
     asked = [
         f"{name}={value!r}"
         for name, nothing in _IGNORED.items()
         if (value := getattr(params, name, nothing[0])) not in nothing
     ]
     if asked:
-        raise ValueError(
+        raise VLLMValidationError(
             f"flashxla-vllm does not support {', '.join(asked)}. If the model's generation_config.json asks for it, "
             "start with --generation-config vllm."
         )
@@ -56,7 +59,10 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "--pipeline-parallel-size > 1 (its processes are placed on TPU chips); use --tensor-parallel-size"
     if parallel.enable_expert_parallel:
         yield "--enable-expert-parallel (its kernels are for TPUs); --tensor-parallel-size splits each expert"
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if (
+        getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
         yield "context parallelism"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters (--enable-lora)"
@@ -64,6 +70,8 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         return
     if model.quantization is not None:
         yield f"quantised weights ({model.quantization})"
+    if model.runner_type == "pooling":
+        yield "pooling models (embeddings, classification, rewards)"
     if model.use_mla:
         yield "multi-head latent attention (MLA), as of DeepSeek"
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):

@@ -1,0 +1,72 @@
+"""The overrides fit the installed packages; other versions get a clear message."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from flashxla_vllm import overrides, versions
+
+from tests.vllm import upstream
+
+
+@pytest.mark.parametrize("override", overrides.OVERRIDES)
+def test_upstream_is_what_the_override_relies_on(override):
+    """When this fails, read the new source, revisit the override, then run python -m tests.vllm.upstream."""
+    recorded, installed = upstream.recorded(), upstream.installed()
+    for name in overrides.OVERRIDES[override]:
+        assert installed[name] != "missing", f"{name} is gone"
+        assert recorded.get(name) == installed[name], f"{name} has changed"
+
+
+@pytest.mark.parametrize("override", overrides.OVERRIDES)
+def test_each_override_states_its_reason(override):
+    stage = getattr(overrides, override)
+    assert stage.__doc__ and len(stage.__doc__.split()) > 8
+    assert overrides.OVERRIDES[override]
+
+
+def test_only_overrides_replaces_internals():
+    """No other module of the package assigns into tpu_inference, torchax, torch or vLLM."""
+    import ast
+    from pathlib import Path
+
+    for file in Path(overrides.__file__).parent.glob("*.py"):
+        if file.name == "overrides.py":
+            continue
+        tree = ast.parse(file.read_text())
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
+        for target in targets:
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                assert target.value.id not in imported, f"{file.name}: {ast.unparse(target)}"
+        assert "setattr(" not in file.read_text()
+
+
+def test_supported_versions_are_installed():
+    for name, version in versions.SUPPORTED.items():
+        assert metadata.version(name).partition("+")[0] == version
+    versions.check()
+
+
+def test_other_versions_are_refused(monkeypatch):
+    monkeypatch.setitem(versions.SUPPORTED, "vllm", "0.34.0")
+    monkeypatch.setitem(versions.SUPPORTED, "missing-package", "1")
+    with pytest.raises(
+        RuntimeError, match=r"vllm 0\.33\.0 \(needs 0\.34\.0\).*missing-package is not installed"
+    ):
+        versions.check()
+    monkeypatch.setenv(versions.ANY_VERSION, "1")
+    versions.check()
+
+
+def test_other_versions_are_refused_at_start():
+    code = "from flashxla_vllm import versions; versions.SUPPORTED['vllm'] = '0.1'; import vllm; vllm.LLM"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "vllm 0.33.0 (needs 0.1)" in ended.stderr

@@ -1,0 +1,60 @@
+"""What does not work is refused when the engine is made, by a message that names it. docs/vllm.md lists the same."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.vllm.engine import engine
+
+
+def refused(path, match, **options):
+    with pytest.raises(Exception, match=match) as raised, engine(path, **options):
+        pass
+    assert "flashxla-vllm" in str(raised.value)
+
+
+def test_pipeline_parallel(checkpoint):
+    refused(checkpoint("llama"), "pipeline-parallel-size", pipeline_parallel_size=2)
+
+
+def test_expert_parallel(checkpoint):
+    refused(
+        checkpoint("mixtral"), "enable-expert-parallel", enable_expert_parallel=True, tensor_parallel_size=2
+    )
+
+
+def test_lora(checkpoint):
+    refused(checkpoint("llama"), "LoRA", enable_lora=True)
+
+
+def test_quantised_weights(checkpoint):
+    refused(checkpoint("llama"), r"quantised weights \(fp8\)", quantization="fp8", dtype="bfloat16")
+
+
+def test_draft_models(checkpoint):
+    draft = {"method": "draft_model", "model": str(checkpoint("llama")), "num_speculative_tokens": 2}
+    refused(checkpoint("llama"), "speculative decoding by", speculative_config=draft)
+
+
+def test_pooling_models(checkpoint):
+    refused(checkpoint("llama"), "pooling", runner="pooling")
+
+
+def test_latent_attention(checkpoint, tmp_path):
+    """DeepSeek's attention, by its config alone."""
+    path = tmp_path / "deepseek"
+    shutil.copytree(checkpoint("llama"), path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    }
+    config.pop("head_dim", None)
+    (path / "config.json").write_text(json.dumps(config))
+    refused(path, "MLA")
