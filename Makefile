@@ -11,7 +11,7 @@ NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm lock-vllm clean
+.PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm soak-vllm lock-vllm clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -79,6 +79,10 @@ vllm: .venv-vllm/built  ## vLLM with flashxla, in .venv-vllm (Python 3.12; docs/
 
 test-vllm: .venv-vllm/built  ## vLLM on a CPU: models, scheduling, server
 	@PYTHONDONTWRITEBYTECODE= $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml --rootdir . -v tests/vllm
+
+soak-vllm: .venv-vllm/built  ## an hour of random requests and aborts
+	@PYTHONDONTWRITEBYTECODE= FLASHXLA_VLLM_SOAK_SECONDS=3600 $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml \
+	  --rootdir . -s tests/vllm/test_soak.py
 
 .venv-vllm/packages: vllm-plugin/requirements.lock vllm-plugin/vllm.lock
 	@echo "== packages into .venv-vllm (about 3 GB to download, 2 to 4 minutes)"

@@ -83,6 +83,13 @@ def _random_biases(model: PreTrainedModel) -> None:
             weights.data.normal_(0, 0.2)
 
 
+def _loud_layers(model: PreTrainedModel) -> None:
+    """With tied embeddings BLOOM repeats its last token, unless its layers add more than that."""
+    for name, weights in model.named_parameters():
+        if name.endswith(("dense.weight", "dense_4h_to_h.weight")):
+            weights.data.mul_(4)
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", {"architectures": ["LlamaForCausalLM"]}),
     "qwen2": Family("qwen2", {"architectures": ["Qwen2ForCausalLM"]}, _random_biases),
@@ -178,7 +185,7 @@ FAMILIES: dict[str, Family] = {
     "bloom": Family(
         "bloom",
         {"architectures": ["BloomForCausalLM"], "n_head": 4, "n_layer": 2, "tie_word_embeddings": True},
-        _random_biases,
+        _loud_layers,
     ),
 }
 

@@ -1,0 +1,48 @@
+"""The compiled attention of a layer: the cache is neither copied nor gathered."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flashxla_vllm.attention import Mask, attend_on_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tpu_inference.layers.common.sharding import MESH_AXIS_NAMES_2D, ShardingAxisName
+
+PAGES, PAGE, KV_HEADS, SIZE, TOKENS = 64, 16, 4, 64, 8
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cache_is_updated_where_it_is(devices, sinks):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, devices), MESH_AXIS_NAMES_2D, auto, devices=jax.devices()[:devices])
+    split = P(ShardingAxisName.ATTN_DATA, None, ShardingAxisName.ATTN_HEAD)
+    cache = jax.device_put(jnp.zeros((PAGES, PAGE, KV_HEADS, 2 * SIZE)), NamedSharding(mesh, split))
+    query, key = jnp.ones((TOKENS, 8, SIZE)), jnp.ones((TOKENS, KV_HEADS, SIZE))
+
+    def step(cache, query, key, block_tables, sequences):
+        seq_lens, query_start_loc, distribution = sequences
+        metadata = types.SimpleNamespace(
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            request_distribution=distribution,
+        )
+        sink = jnp.ones((8,)) if sinks else None
+        return attend_on_mesh(mesh, Mask(0.125, 32), cache, query, key, key, metadata, metadata, sink)
+
+    index = [jnp.asarray(x, jnp.int32) for x in ([9, 3], [0, 7, 8], [1, 1, 2])]
+    tables = jnp.asarray([5, 7, 9, 0], jnp.int32)
+    with jax.set_mesh(mesh):
+        program = jax.jit(step, donate_argnums=0).lower(cache, query, key, tables, index).compile()
+        shape = rf"f32\[{PAGES},{PAGE},{KV_HEADS // devices},{2 * SIZE}\]"
+        hlo = program.as_text()
+        assert re.search(rf"{shape}.* custom-call\(", hlo)
+        assert not re.search(rf"{shape}\S* (copy|all-gather|fusion|dynamic-update-slice)", hlo)
+        assert "all-gather" not in hlo
+        before = [shard.data.unsafe_buffer_pointer() for shard in cache.addressable_shards]
+        new, _ = program(cache, query, key, tables, index)
+    assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == before
