@@ -7,6 +7,7 @@ import psutil
 import pytest
 from flashxla_vllm import memory
 
+from tests.vllm.checkpoints import FAMILIES
 from tests.vllm.engine import engine
 
 GIBI = 1 << 30
@@ -41,6 +42,16 @@ def test_activations_are_reserved():
     """A step of this shape was measured to need 1.4 GiB beside weights and cache (docs/vllm.md)."""
     reserve = memory.activation_bytes(a_config())
     assert 1.4 * GIBI < reserve < 4 * GIBI
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_of_each_family(family, checkpoint):
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(str(checkpoint(family)), dtype="float32", max_model_len=256, max_num_batched_tokens=64)
+    config = arguments.create_engine_config()
+    logits = config.scheduler_config.max_num_seqs * 512 * 4 * 4
+    assert logits < memory.activation_bytes(config) < logits + (4 << 20)
 
 
 def test_budget_of_gpus(monkeypatch):

@@ -347,6 +347,20 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
     TPUModelRunner._modify_prev_results = modify_prev_results
 
 
+@_override(
+    _WORKER,
+    "vllm.v1.engine.llm_engine:LLMEngine._get_driver_model_for_cleanup",
+    "vllm.v1.engine.llm_engine:LLMEngine._cleanup_instance_caches",
+)
+def nothing_of_torch_compile_to_clean_up() -> None:
+    """When an engine in this process ends, vLLM asks its model for PyTorch modules that torch.compile has wrapped; a
+    JAX model has no modules(), and there are no such wrappers.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    LLMEngine._get_driver_model_for_cleanup = lambda self: None
+
+
 @_override(_WORKER, "torchax.tensor:Environment.dispatch")
 def promote_types_outside_torchax() -> None:
     """torchax sends torch.promote_types (vLLM's LayerNorm) to JAX, which has no aten::promote_types."""
