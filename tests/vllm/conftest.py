@@ -1,4 +1,5 @@
-"""Fixtures: checkpoints and engines. JAX has two virtual CPU devices; engines run in this process.
+"""Fixtures: checkpoints and engines. JAX has two virtual CPU devices, or with JAX_PLATFORMS=cuda,cpu the GPUs; engines
+run in this process.
 
 tests/conftest.py is not read: the environment has none of what it needs (make test-vllm).
 """
@@ -10,8 +11,11 @@ import tempfile
 from pathlib import Path
 
 # Before JAX and vLLM are imported; the processes that tests start inherit it.
+if "cuda" in os.environ.setdefault("JAX_PLATFORMS", "cpu"):
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = (
+        "highest"  # not TF32: tokens are compared with those of float32
+    )
 os.environ.update(
-    JAX_PLATFORMS="cpu",
     XLA_FLAGS="--xla_force_host_platform_device_count=2",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_XLA_CACHE_PATH=tempfile.mkdtemp(prefix="flashxla-vllm-compiled-"),

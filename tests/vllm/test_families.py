@@ -17,6 +17,14 @@ def test_tokens_equal_hf(family, checkpoint, hf_tokens):
     assert head_size == _head_size(checkpoint(family))  # no padding
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_jax_models(family, checkpoint, hf_tokens, monkeypatch):
+    """tpu-inference's own models, which MODEL_IMPL_TYPE asks for."""
+    monkeypatch.setenv("MODEL_IMPL_TYPE", "flax_nnx")
+    with engine(checkpoint(family)) as running:
+        assert running.greedy() == hf_tokens(family)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_vary(family, hf_tokens):
     tokens = hf_tokens(family)

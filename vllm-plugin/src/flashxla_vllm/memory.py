@@ -20,7 +20,7 @@ logger = init_logger("vllm.flashxla")
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _JAX_DEFAULT_FRACTION = 0.75
 # Copies of a step's widest activations that XLA keeps at a time, and of the sampler's float32 logits.
-_LIVE_ACTIVATIONS = 2
+_LIVE_ACTIVATIONS = 4
 _LIVE_LOGITS = 4
 _MEBI = 1 << 20
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

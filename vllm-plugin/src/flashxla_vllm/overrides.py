@@ -79,6 +79,11 @@ def no_environment_of_tpus() -> None:
         "TPU_MULTIPROCESS_DP": "0",
         # One program for each bucket of tokens; tpu-inference's default is to compile one after the other.
         "NUM_PRECOMPILE_WORKERS": str(min(8, os.cpu_count() or 1)),
+        # vLLM's models rather than tpu-inference's few: merged projections, and their programs compile side by side.
+        "MODEL_IMPL_TYPE": "vllm",
+        # Keep the small programs for the next start, too: there are a hundred of them.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -163,8 +168,12 @@ def staging_buffers_are_copied() -> None:
     def copied(x: Any) -> Any:
         return np.array(x) if isinstance(x, np.ndarray) else x
 
-    def device_array(mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(mesh, *jax.tree.map(copied, args), **kwargs)
+    def device_array(mesh: Any, *args: Any, sharding: Any = None, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:
+            return original(mesh, *jax.tree.map(copied, args), sharding=sharding, **kwargs)
+        # All arrays in one call: a fifth of a millisecond of a step.
+        sharding = sharding or jax.NamedSharding(mesh, jax.P(None))
+        return jax.device_put(jax.tree.map(copied, args[0]), sharding)
 
     original = _replace("tpu_inference.utils", "device_array", device_array)
 
@@ -172,30 +181,83 @@ def staging_buffers_are_copied() -> None:
 @_override(
     _WORKER,
     "tpu_inference.layers.vllm.quantization.unquantized:_load_weight_for_layer",
-    "torchax.ops.mappings:t2j",
+    "tpu_inference.layers.vllm.quantization.unquantized:VllmUnquantizedEmbeddingMethod",
+    "tpu_inference.layers.vllm.process_weights.cleanup_sharding:_convert_to_torchax_and_shard",
+    "vllm.model_executor.model_loader.dummy_loader:DummyModelLoader",
+    "vllm.model_executor.model_loader.weight_utils:initialize_single_dummy_weight",
 )
-def weights_are_copied() -> None:
-    """torchax's t2j makes JAX arrays of the tensor's own memory and widens bfloat16 to float32 on the way; the loader
-    then frees that memory (resize_(0)), which torch refuses for memory that NumPy has seen.
+def weights_go_straight_to_their_devices() -> None:
+    """0.32.0 makes a JAX array on the host first (on a CPU of the tensor's own memory, which the loader then frees) and
+    widens bfloat16 to float32 on the way. Dummy weights are drawn on the host, for minutes.
     """
-    import jax
-    import jax.numpy as jnp
     import torch
-
-    def t2j(tensor: torch.Tensor, use_dlpack: bool = False) -> jax.Array:
-        tensor = tensor.detach().cpu().clone()
-        if tensor.dtype == torch.bfloat16:
-            array = tensor.view(torch.int16).numpy().view(jnp.bfloat16)
-        else:
-            array = original(tensor, use_dlpack=False)
-        # On the device, whatever the loader's default is; not committed to it, for a mesh spreads it later.
-        with jax.default_device(jax.local_devices()[0]):
-            return jax.device_put(array)
-
+    from torchax.interop import torch_view
+    from tpu_inference.layers.vllm.process_weights import cleanup_sharding
     from tpu_inference.layers.vllm.quantization import unquantized
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.model_loader import dummy_loader
 
-    original = unquantized.t2j
-    unquantized.t2j = t2j
+    from flashxla_vllm import weights
+
+    def place(tensor: torch.Tensor, sharding: Any) -> Any:
+        drawn = get_current_vllm_config().load_config.load_format == "dummy" and tensor.is_floating_point()
+        return (weights.dummy if drawn and tensor.numel() >= weights.LARGE else weights.put)(tensor, sharding)
+
+    def load(layer: Any, name: str, sharding: Any, stage_on_host: bool = False) -> Any:
+        return place(getattr(layer, name), sharding)
+
+    def convert(tensor: Any, sharding: Any) -> Any:
+        if isinstance(tensor, cleanup_sharding.torchax.tensor.Tensor):
+            return convert_converted(tensor, sharding)
+        return torch_view(place(tensor, sharding))
+
+    def initialize(tensor: torch.Tensor, **kwargs: Any) -> None:
+        if tensor.numel() < weights.LARGE:
+            initialize_small(tensor, **kwargs)
+
+    unquantized._load_weight_for_layer = load
+    convert_converted = _replace(cleanup_sharding.__name__, "_convert_to_torchax_and_shard", convert)
+    initialize_small = dummy_loader.initialize_single_dummy_weight
+    dummy_loader.initialize_single_dummy_weight = initialize
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.layers.vllm.quantization.unquantized:VllmUnquantizedLinearMethod._build_linear_weights",
+)
+def one_program_for_all_linear_layers() -> None:
+    """0.32.0 makes a new jax.jit for each layer, so that each is traced and compiled anew."""
+    from tpu_inference.layers.vllm.quantization.unquantized import VllmUnquantizedLinearMethod
+
+    from flashxla_vllm import weights
+
+    def build(self: Any, layer: Any, weight: Any, bias: Any) -> Any:
+        config = self.linear_config
+        return weights.linear_weights(
+            weight,
+            bias,
+            fused=config.fuse_matmuls,
+            output_sizes=tuple(config.output_sizes),
+            shards=config.n_shards,
+        )
+
+    VllmUnquantizedLinearMethod._build_linear_weights = build
+
+
+@_override(_WORKER, "vllm.model_executor.custom_op:CustomOp")
+def one_trace_for_all_layers() -> None:
+    """torchax traces the same norms and rotary embeddings again for each layer, for seconds a program (tracing.py)."""
+    from torchax.tensor import Tensor
+    from vllm.model_executor.custom_op import CustomOp
+
+    from flashxla_vllm import tracing
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, tracing.PURE) and any(isinstance(x, Tensor) for x in args):
+            return tracing.forward(self, *args, **kwargs)
+        return self._forward_method(*args, **kwargs)
+
+    CustomOp.forward = forward
 
 
 @_override(
@@ -215,19 +277,6 @@ def attention_by_flashxla() -> None:
 
     __import__("tpu_inference.layers.common.attention_interface")
     _replace("tpu_inference.layers.common.attention_backend", "RPAAttentionBackend", FlashXlaBackend)
-
-
-@_override(
-    _WORKER,
-    "tpu_inference.models.common.model_loader:_VLLM_PREFERRED_ARCHITECTURES",
-    "tpu_inference.models.jax.qwen2:Qwen2ForCausalLM.__init__",
-)
-def qwen2_of_vllm() -> None:
-    """The JAX model of Qwen2 reads config.text_config, which Qwen2's config does not have; vLLM's own model works."""
-    name = "_VLLM_PREFERRED_ARCHITECTURES"
-    from tpu_inference.models.common import model_loader
-
-    setattr(model_loader, name, getattr(model_loader, name) | {"Qwen2ForCausalLM"})
 
 
 @_override(

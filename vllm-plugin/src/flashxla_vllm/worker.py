@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 from flashxla_vllm import overrides
 
 overrides.on_worker()
 
+import jax  # noqa: E402
 from tpu_inference.worker.tpu_worker import TPUWorker  # noqa: E402
 
 from flashxla_vllm import memory  # noqa: E402
@@ -17,3 +21,35 @@ class XlaWorker(TPUWorker):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache on all devices of this worker."""
         return memory.available_for_cache(self.vllm_config, self.devices)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile while the cache's memory is free: XLA tries variants of products on operands that it allocates.
+
+        The cache comes back before the programs run for the first time.
+        """
+        runner = self.model_runner
+        manager = runner.compilation_manager
+        flush = manager._flush_compilations
+
+        def flush_with_cache() -> None:
+            for compilation in manager._compile_futures:
+                compilation.exception()  # waits; flush raises it
+            if any(isinstance(cache, jax.ShapeDtypeStruct) for cache in runner.kv_caches):
+                runner.kv_caches.clear()
+                runner.layer_name_to_kvcache_index.clear()
+                runner.reinitialize_kv_cache()
+            flush()
+
+        if manager._compile_executor is not None:
+            for i, cache in enumerate(runner.kv_caches):
+                runner.kv_caches[i] = jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=cache.sharding)
+                cache.delete()
+            manager._flush_compilations = flush_with_cache
+            if not runner.is_pooling_model:  # upstream compiles these after the first flush
+                manager._precompile_compute_logits()
+                manager._precompile_compute_logits = lambda: None
+        gc.disable()  # tracing makes millions of objects, most of which stay
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            gc.enable()

@@ -1,0 +1,78 @@
+"""One trace for all layers of vLLM's PyTorch models.
+
+torchax runs a model's Python once for each program, layer by layer: most of the time that a warm start takes.
+Norms, activations and rotary embeddings are pure functions of their tensors and settings: each is traced by jax.jit on
+its first call, and the other layers use that trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torchax.interop import jax_view, torch_view
+from torchax.tensor import Tensor
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+PURE = (RMSNorm, GemmaRMSNorm, SiluAndMul, GeluAndMul, RotaryEmbeddingBase)
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# What every module has and no result depends on.
+_OF_MODULES = {*torch.nn.Module().__dict__, "_forward_method", "_enforce_enable"}
+_programs: dict[Any, Callable[..., Any]] = {}
+
+
+def forward(op: CustomOp, *args: Any, **kwargs: Any) -> Any:
+    """op(*args, **kwargs), traced once for all ops of the same class and settings."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    settings = _settings(op)
+    constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
+    if settings is None or not all(isinstance(x, _SETTINGS) for x in constants):
+        return op._forward_method(*args, **kwargs)
+    key = (settings, structure, constants)
+    program = _programs.get(key)
+    if program is None:
+        program = _programs[key] = _program(op, structure, constants)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    state = {**dict(op.named_parameters()), **dict(op.named_buffers())}
+    return torch_view(program(jax_view(state), jax_view(tensors)))
+
+
+class _Call(torch.nn.Module):
+    """What functional_call can call of an op: its forward_native and the like, below `forward`."""
+
+    def __init__(self, op: CustomOp) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op._forward_method(*args, **kwargs)
+
+
+def _program(op: CustomOp, structure: Any, constants: tuple[Any, ...]) -> Callable[..., Any]:
+    def run(state: dict[str, jax.Array], tensors: list[jax.Array]) -> Any:
+        rest = iter(torch_view(tensors))
+        args, kwargs = jax.tree.unflatten(structure, [next(rest) if x is None else x for x in constants])
+        weights = {f"op.{name}": value for name, value in torch_view(state).items()}
+        return jax_view(torch.func.functional_call(_Call(op), weights, args, kwargs))
+
+    return jax.jit(run)
+
+
+def _settings(op: CustomOp) -> Any:
+    """The settings of the op and its parts, in a form that can be compared; None if there are some of another kind."""
+    settings: list[Any] = []
+    for part in op.modules():
+        settings.append(type(part))
+        for name, value in part.__dict__.items():
+            if name in _OF_MODULES:
+                continue
+            value = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if not all(isinstance(x, _SETTINGS) for x in value):
+                return None
+            settings.append((name, value))
+    return tuple(settings)
