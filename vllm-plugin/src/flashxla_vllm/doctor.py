@@ -1,4 +1,4 @@
-"""What `flashxla doctor` says of vLLM: versions, the platform, and a live generation with the proof that it is in place.
+"""What `flashxla doctor` says of vLLM: versions, the platform, and a live generation that is proven to be in place.
 
 The generation runs in a process of its own (`python -m flashxla_vllm.doctor`): XLA reads the flag that makes it dump
 its programs only once, vLLM writes logs to stdout, and a crash stays contained. No network is needed: the model is a
@@ -60,9 +60,10 @@ class Generation:
     def text(self) -> str:
         """For the report."""
         pointers = "the pointers stayed" if self.pointers_stay else "THE POINTERS CHANGED"
+        cache = f"a cache ({self.cache_bytes >> 10} KiB)"
         line = (
-            f"on {self.device}: {self.tokens} tokens, {self.right} of them transformers'; {pointers}: {self.caches} caches "
-            f"x {self.steps} steps; {len(self.cache_copies)} copies of a cache ({self.cache_bytes >> 10} KiB) in "
+            f"on {self.device}: {self.tokens} tokens, {self.right} of them transformers'; {pointers}: "
+            f"{self.caches} caches x {self.steps} steps; {len(self.cache_copies)} copies of {cache} in "
             f"{self.programs} compiled programs; temporary memory {self.temp_bytes >> 10} KiB"
         )
         return "\n".join([line, *self.cache_copies])
@@ -70,7 +71,10 @@ class Generation:
 
 def findings() -> Iterator[Row]:
     """Topic, whether it works, and what to say, as flashxla.doctor asks for them."""
-    yield from _versions()
+    rows = list(_versions())
+    yield from rows
+    if any(ok is False for _, ok, _ in rows):
+        return  # the plugin refuses to start
     platform = _platform()
     yield platform
     if platform[1]:
@@ -85,19 +89,29 @@ def _versions() -> Iterator[Row]:
         else:
             said = f"{found or 'not installed'}; flashxla-vllm knows {needed}"
             tried = versions.any_version()
-            yield name, None if tried else False, f"{said}; {versions.ANY_VERSION}=1 tries it" if tried else said
+            yield (
+                name,
+                None if tried else False,
+                f"{said}; {versions.ANY_VERSION}=1 tries it" if tried else said,
+            )
 
 
 def _platform() -> Row:
     """Which platform vLLM chooses."""
     topic = "vllm platform"
-    code = "from vllm.platforms import current_platform as p; print(f'{type(p).__module__}.{type(p).__name__}')"
+    code = (
+        "from vllm.platforms import current_platform as p; print(f'{type(p).__module__}.{type(p).__name__}')"
+    )
     try:
         chosen = _run([sys.executable, "-c", code], os.environ)
     except RuntimeError as error:
         return topic, False, str(error)
     if chosen != PLATFORM:
-        return topic, False, f"vLLM chose {chosen}, not {PLATFORM}; VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r}"
+        return (
+            topic,
+            False,
+            f"vLLM chose {chosen}, not {PLATFORM}; VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r}",
+        )
     return topic, True, chosen
 
 
@@ -161,7 +175,11 @@ def main(model: Path, dump: Path) -> None:
     generation = Generation(
         device=str(next(iter(engine.caches()[0].devices()))),
         tokens=sum(map(len, tokens)),
-        right=sum(a == b for row, wanted in zip(tokens, expected, strict=True) for a, b in zip(row, wanted, strict=False)),
+        right=sum(
+            a == b
+            for row, wanted in zip(tokens, expected, strict=True)
+            for a, b in zip(row, wanted, strict=False)
+        ),
         steps=len(pointers) - 1,
         caches=len(pointers[0]),
         pointers_stay=all(p == pointers[0] for p in pointers),
@@ -192,8 +210,15 @@ def _write_model(folder: Path) -> list[list[int]]:
     )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
-    options: dict[str, Any] = {"do_sample": False, "min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    written = [model.generate(torch.tensor([prompt]), pad_token_id=0, **options)[0].tolist() for prompt in PROMPTS]
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "min_new_tokens": NEW_TOKENS,
+        "max_new_tokens": NEW_TOKENS,
+        "eos_token_id": None,
+    }
+    written = [
+        model.generate(torch.tensor([prompt]), pad_token_id=0, **options)[0].tolist() for prompt in PROMPTS
+    ]
     return [row[len(prompt) :] for row, prompt in zip(written, PROMPTS, strict=True)]
 
 
