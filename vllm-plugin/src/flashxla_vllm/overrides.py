@@ -75,8 +75,6 @@ def no_environment_of_tpus() -> None:
         "TPU_ACCELERATOR_TYPE": "none-1",
         "TPU_NAME": "none",
         "TPU_WORKER_ID": "0",
-        # Data parallel in one process: the other way pins each process to TPU chips.
-        "TPU_MULTIPROCESS_DP": "0",
         # One program for each bucket of tokens; tpu-inference's default is to compile one after the other.
         "NUM_PRECOMPILE_WORKERS": str(min(8, os.cpu_count() or 1)),
     }
