@@ -33,7 +33,12 @@ class XlaPlatform(TpuPlatform):
 
         refusals.check(vllm_config)
         super().check_and_update_config(vllm_config)
-        vllm_config.parallel_config.worker_cls = "flashxla_vllm.worker.XlaWorker"
+        parallel = vllm_config.parallel_config
+        parallel.worker_cls = "flashxla_vllm.worker.XlaWorker"
+        if parallel.nnodes_within_dp > 1:
+            parallel.distributed_executor_backend = "flashxla_vllm.machines.FirstMachine"
+            if parallel.node_rank_within_dp > 0:
+                overrides.on_headless_machine()
         # JAX compiles the step; torch.compile under torchax fails with torch >= 2.11.
         vllm_config.compilation_config.mode = CompilationMode.NONE
         memory.claim_device_memory(vllm_config)

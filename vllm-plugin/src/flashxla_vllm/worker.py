@@ -19,12 +19,17 @@ class XlaWorker(TPUWorker):
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         """Start JAX on this process's devices."""
         processes.choose_devices(self.vllm_config)
-        processes.check_devices(self.vllm_config)
-        super().init_device(*args, **kwargs)
+        self.devices = processes.devices(self.vllm_config)
+        with processes.torch_alone(self.parallel_config):
+            super().init_device(*args, **kwargs)
+        if processes.several():
+            overrides.on_several_machines()
 
     def _setup_dp_chip_isolation(self) -> None:
         """Upstream's pins the process to TPU chips; its devices are chosen above."""
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache on all devices of this worker."""
-        return memory.available_for_cache(self.vllm_config, self.devices)
+        own = processes.own_devices(self.devices)
+        bytes_each = memory.available_for_cache(self.vllm_config, own) // len(own)
+        return processes.smallest(bytes_each) * len(self.devices)
