@@ -155,7 +155,7 @@ def test_too_few_devices(checkpoint):
     from tests.vllm.engine import engine
 
     with (
-        pytest.raises(ValueError, match="needs 4 devices and has 2 .*device_count=4"),
+        pytest.raises(ValueError, match=r"needs 4 devices and has 2 .*device_count=4"),
         engine(checkpoint("llama"), tensor_parallel_size=4),
     ):
         pass

@@ -19,7 +19,9 @@ class XlaWorker(TPUWorker):
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         """Start JAX on this process's devices."""
         processes.choose_devices(self.vllm_config)
-        self.devices = processes.devices(self.vllm_config)
+        devices = processes.devices(self.vllm_config)
+        if processes.several():
+            self.devices = devices  # upstream would take the first ones, which are all of the first machine
         with processes.torch_alone(self.parallel_config):
             super().init_device(*args, **kwargs)
         if processes.several():
