@@ -17,6 +17,9 @@ from jax._src import xla_bridge
 from tests.vllm.checkpoints import PROMPTS, words
 from tests.vllm.test_server import Server, start, stop
 
+# One program for each number of tokens: few of them start sooner.
+FEW_PROGRAMS = ("--max-num-batched-tokens", "16", "--max-num-seqs", "8")
+
 
 def served_by(server: Server) -> dict[str, float]:
     """The requests that each engine has finished."""
@@ -47,9 +50,8 @@ def free_port() -> int:
 def test_data_parallel_server_on_one_machine(checkpoint, hf_tokens, tmp_path):
     """Two engine processes, each with two devices."""
     expected = hf_tokens("llama")
-    running = start(
-        checkpoint("llama"), tmp_path / "log", "--data-parallel-size", "2", "--tensor-parallel-size", "2"
-    )
+    options = [*FEW_PROGRAMS, "--data-parallel-size", "2", "--tensor-parallel-size", "2"]
+    running = start(checkpoint("llama"), tmp_path / "log", *options)
     try:
         running.wait()
         check_tokens(running, expected)
@@ -60,7 +62,7 @@ def test_data_parallel_server_on_one_machine(checkpoint, hf_tokens, tmp_path):
 def test_data_parallel_server_on_two_machines(checkpoint, hf_tokens, tmp_path):
     """The first has the API server and an engine, the second an engine. Mixtral's run in step with each other."""
     expected, path = hf_tokens("mixtral"), checkpoint("mixtral")
-    options = ["--data-parallel-size", "2", "--data-parallel-size-local", "1"]
+    options = [*FEW_PROGRAMS, "--data-parallel-size", "2", "--data-parallel-size-local", "1"]
     options += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
     first = start(path, tmp_path / "first", *options, "--api-server-count", "1")
     second = start(path, tmp_path / "second", *options, "--headless", "--data-parallel-start-rank", "1")
@@ -75,7 +77,7 @@ def test_data_parallel_server_on_two_machines(checkpoint, hf_tokens, tmp_path):
 def test_one_model_on_two_machines(checkpoint, hf_tokens, tmp_path):
     """Each has half of the heads, and ends with the first."""
     expected, path = hf_tokens("llama"), checkpoint("llama")
-    options = ["--tensor-parallel-size", "2", "--nnodes", "2"]
+    options = [*FEW_PROGRAMS, "--tensor-parallel-size", "2", "--nnodes", "2"]
     options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     first = start(path, tmp_path / "first", *options, "--node-rank", "0")
     second = start(path, tmp_path / "second", *options, "--node-rank", "1", "--headless")
