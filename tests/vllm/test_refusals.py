@@ -24,6 +24,22 @@ def test_expert_parallel(checkpoint):
     )
 
 
+def test_ray(checkpoint, monkeypatch):
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")
+    refused(checkpoint("llama"), "TPU_MULTIHOST_BACKEND.*--nnodes")
+
+
+def test_ranks_that_span_machines(checkpoint):
+    refused(
+        checkpoint("llama"),
+        "ranks that span machines",
+        nnodes=4,
+        node_rank=0,
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+    )
+
+
 def test_lora(checkpoint):
     refused(checkpoint("llama"), "LoRA", enable_lora=True)
 

@@ -11,22 +11,14 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from flashxla import native, output_file
-from flashxla.doctor import kernels, probe
+from flashxla.doctor import kernels, probe, vllm
+from flashxla.doctor.finding import Finding
 from flashxla.platforms import CPU, CUDA, PLATFORMS
 from flashxla.xla import gpu, pjrt_adapter
 
 PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "transformers")
-
-
-class Finding(NamedTuple):
-    """One line of the report; ok is None for what is not installed, which is no fault."""
-
-    topic: str
-    ok: bool | None
-    text: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +68,7 @@ def _findings() -> Iterator[Finding]:
     yield from _torch_xla()
     yield _try("in place: jax", functools.partial(_in_place, "jax"))
     yield _torch_cuda()
+    yield from vllm.findings()
 
 
 def _try(topic: str, check: Callable[[], tuple[bool | None, str]]) -> Finding:

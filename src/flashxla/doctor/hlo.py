@@ -51,7 +51,7 @@ def dumped_programs(folder: Path) -> list[Program]:
     for path in sorted(folder.glob("*after_optimizations.txt")):
         assignment = path.with_name(path.name.replace(".txt", "-buffer-assignment.txt"))
         temp = (
-            re.findall(r"size (\d+), preallocated-temp", assignment.read_text())
+            re.findall(r"size (\d+), (?:page \d+, )?preallocated-temp", assignment.read_text())
             if assignment.exists()
             else []
         )

@@ -17,6 +17,8 @@ Stage = Callable[[], None]
 OVERRIDES: dict[str, tuple[str, ...]] = {}
 _PLATFORM: list[Stage] = []
 _WORKER: list[Stage] = []
+_MACHINES: list[Stage] = []
+_HEADLESS: list[Stage] = []
 _done: set[str] = set()
 
 
@@ -28,6 +30,16 @@ def on_platform() -> None:
 def on_worker() -> None:
     """In a process that runs the model."""
     _apply(_WORKER)
+
+
+def on_several_machines() -> None:
+    """In a process that runs a part of a model, when its worker has its devices and before it loads weights."""
+    _apply(_MACHINES)
+
+
+def on_headless_machine() -> None:
+    """In the process of `vllm serve --headless`, on a machine that has no engine."""
+    _apply(_HEADLESS)
 
 
 def _apply(stages: list[Stage]) -> None:
@@ -75,8 +87,6 @@ def no_environment_of_tpus() -> None:
         "TPU_ACCELERATOR_TYPE": "none-1",
         "TPU_NAME": "none",
         "TPU_WORKER_ID": "0",
-        # Data parallel in one process: the other way pins each process to TPU chips.
-        "TPU_MULTIPROCESS_DP": "0",
         # One program for each bucket of tokens; tpu-inference's default is to compile one after the other.
         "NUM_PRECOMPILE_WORKERS": str(min(8, os.cpu_count() or 1)),
         # vLLM's models rather than tpu-inference's few: merged projections, and their programs compile side by side.
@@ -131,10 +141,11 @@ def heads_of_any_size() -> None:
 )
 def memory_of_any_device() -> None:
     """tpu_inference knows the memory of TPUs by a table; JAX reports a GPU's, and memory.py the CPU's."""
-    from flashxla_vllm import memory
+    from flashxla_vllm import memory, processes
 
     def hbm_usage_bytes(devices: Sequence[Any]) -> list[tuple[int, int]]:
-        return [(memory.used_bytes(device), memory.device_limit(device)) for device in devices]
+        own = processes.own_devices(devices)
+        return [(memory.used_bytes(device), memory.device_limit(device)) for device in own]
 
     _replace("tpu_inference.utils", "hbm_usage_bytes", hbm_usage_bytes)
 
@@ -169,10 +180,10 @@ def staging_buffers_are_copied() -> None:
         return np.array(x) if isinstance(x, np.ndarray) else x
 
     def device_array(mesh: Any, *args: Any, sharding: Any = None, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1:
+        sharding = sharding or jax.NamedSharding(mesh, jax.P(None))
+        if kwargs or len(args) != 1 or not sharding.is_fully_addressable:
             return original(mesh, *jax.tree.map(copied, args), sharding=sharding, **kwargs)
         # All arrays in one call: a fifth of a millisecond of a step.
-        sharding = sharding or jax.NamedSharding(mesh, jax.P(None))
         return jax.device_put(jax.tree.map(copied, args[0]), sharding)
 
     original = _replace("tpu_inference.utils", "device_array", device_array)
@@ -423,3 +434,57 @@ def promote_types_outside_torchax() -> None:
             return original(type1, type2)
 
     torch.promote_types = promote_types
+
+
+# --- one model on several machines --------------------------------------------------------------------------------
+
+
+@_override(
+    _MACHINES,
+    "tpu_inference.layers.common.utils:general_device_put",
+    "tpu_inference.models.jax.utils.weight_utils:load_hf_weights",
+)
+def weights_for_devices_of_other_machines() -> None:
+    """Only for the backend "ray" does tpu_inference put arrays on devices that other processes own, and load weights in
+    the same order everywhere. To its platform "ray" means executors of TPUs, so these two modules alone see it.
+    """
+    from tpu_inference import envs
+    from tpu_inference.layers.common import utils
+    from tpu_inference.models.jax.utils import weight_utils
+
+    class Envs:
+        TPU_MULTIHOST_BACKEND = "ray"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(envs, name)
+
+    utils.envs = weight_utils.envs = Envs()
+
+
+@_override(
+    _MACHINES,
+    "tpu_inference.layers.common.utils:cpu_mesh",
+    "tpu_inference.models.jax.utils.weight_utils:model_weights_single_file_generator",
+)
+def cpu_of_this_machine() -> None:
+    """tpu_inference loads weights on jax.devices("cpu")[0]. Beside TPUs that is this process's; elsewhere JAX joins the
+    CPUs too, and it is the first machine's.
+    """
+    import jax
+
+    original = jax.devices
+
+    def devices(backend: Any = None) -> list[Any]:
+        return jax.local_devices(backend="cpu") if backend == "cpu" else original(backend)
+
+    jax.devices = devices
+
+
+@_override(_HEADLESS, "vllm.entrypoints.cli.serve:run_headless")
+def headless_machines_follow_the_first() -> None:
+    """vLLM starts a MultiprocExecutor there, whose workers are joined by torch.distributed; JAX joins these."""
+    from vllm.entrypoints.cli import serve
+
+    from flashxla_vllm.machines import OtherMachine
+
+    serve.MultiprocExecutor = OtherMachine

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from flashxla_vllm import overrides, refusals, versions
+from flashxla_vllm import overrides, processes, refusals, versions
 
 versions.check()
 overrides.on_platform()
@@ -32,10 +33,24 @@ class XlaPlatform(TpuPlatform):
 
         refusals.check(vllm_config)
         super().check_and_update_config(vllm_config)
-        vllm_config.parallel_config.worker_cls = "flashxla_vllm.worker.XlaWorker"
+        parallel = vllm_config.parallel_config
+        parallel.worker_cls = "flashxla_vllm.worker.XlaWorker"
+        if parallel.nnodes_within_dp > 1:
+            parallel.distributed_executor_backend = "flashxla_vllm.machines.FirstMachine"
+            if parallel.node_rank_within_dp > 0:
+                overrides.on_headless_machine()
         # JAX compiles the step; torch.compile under torchax fails with torch >= 2.11.
         vllm_config.compilation_config.mode = CompilationMode.NONE
         memory.claim_device_memory(vllm_config)
+
+    @classmethod
+    def _resolve_multiprocess_dp(cls, vllm_config: VllmConfig) -> None:
+        """Data parallel in an engine process for each rank, where vLLM starts those; else in one process.
+
+        tpu-inference sees only a server that starts all ranks itself. TPU_MULTIPROCESS_DP, if set, decides.
+        """
+        if processes.data_parallel_has_its_own(vllm_config.parallel_config):
+            os.environ.setdefault("TPU_MULTIPROCESS_DP", "1")  # the API servers' processes inherit it
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,12 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1
     ):
         yield "context parallelism"
+    if parallel.nnodes_within_dp > 1 and parallel.data_parallel_size > 1:
+        yield "--data-parallel-size with ranks that span machines (--nnodes); each rank must fit in one machine"
+    if parallel.data_parallel_backend == "ray" or parallel.distributed_executor_backend == "ray":
+        yield "Ray (it places workers on TPUs); --nnodes and --data-parallel-address join machines"
+    if os.environ.get("TPU_MULTIHOST_BACKEND"):
+        yield "TPU_MULTIHOST_BACKEND (its executors are for TPU hosts); unset it, and use --nnodes"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters (--enable-lora)"
     if model is None:

@@ -14,16 +14,22 @@ def check() -> None:
     wrong = [
         f"{name} {found or 'is not installed'} (needs {needed})"
         for name, needed in SUPPORTED.items()
-        if (found := _installed(name)) != needed
+        if (found := installed(name)) != needed
     ]
-    if wrong and os.environ.get(ANY_VERSION) != "1":
+    if wrong and not any_version():
         raise RuntimeError(
             f"flashxla-vllm replaces internals of these packages and knows one version of each: {'; '.join(wrong)}. "
             f"Install its requirements.lock, or set {ANY_VERSION}=1 to try these."
         )
 
 
-def _installed(name: str) -> str | None:
+def any_version() -> bool:
+    """Whether others are to be tried."""
+    return os.environ.get(ANY_VERSION) == "1"
+
+
+def installed(name: str) -> str | None:
+    """A package's version, without its local part."""
     try:
         return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:

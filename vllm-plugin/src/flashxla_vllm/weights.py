@@ -27,7 +27,13 @@ def put(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
     view = _view(tensor)
     if sharding.mesh.devices.flat[0].platform == "cpu":  # where device_put would share the memory
         view = view.copy()
-    return jax.block_until_ready(jax.device_put(view, _fitting(sharding, view.shape)))
+    sharding = _fitting(sharding, view.shape)
+    if sharding.is_fully_addressable:
+        return jax.block_until_ready(jax.device_put(view, sharding))
+    # Some of its devices are other machines', which load the same tensor.
+    return jax.block_until_ready(
+        jax.make_array_from_callback(view.shape, sharding, lambda index: view[index])
+    )
 
 
 def dummy(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
