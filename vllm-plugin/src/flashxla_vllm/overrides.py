@@ -349,6 +349,63 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.layers.jax.sample.sampling:sample",
+    "tpu_inference.runner.input_batch:InputBatch",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._sample_from_logits",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._modify_prev_results",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_sampling",
+)
+def sampling_by_more_parameters() -> None:
+    """tpu-inference samples by temperature, top-k and top-p, and ignores penalties, min-p, seeds and masks of tokens.
+    A step whose batch asks for one of those calls sampling.py in the place of `sample`.
+    """
+    from tpu_inference.runner import tpu_runner
+    from tpu_inference.runner.compilation_manager import CompilationManager
+    from tpu_inference.runner.tpu_runner import TPUModelRunner as Runner
+
+    from flashxla_vllm import sampling
+
+    execute, sample_from_logits = Runner._execute_model, Runner._sample_from_logits
+    precompile, sample = CompilationManager._precompile_sampling, tpu_runner.sample
+    asked: list[Any] = []  # the arguments of the step that is being sampled, if its batch asks for more
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling.batch_of(self).update(scheduler_output)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    def sample_or_more(rng: Any, mesh: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not asked:
+            return sample(rng, mesh, logits, *args, **kwargs)
+        runner, selector = asked
+        return sampling.batch_of(runner).sample(rng, logits, runner.input_batch, selector)
+
+    def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not sampling.batch_of(self).is_asked(self.input_batch):
+            return sample_from_logits(self, *args, **kwargs)
+        # With async scheduling the previous step's tokens may still be placeholders. The original waits for them after
+        # it has sampled; the device is at work on this step's logits either way.
+        if self._pre_async_results is not None:
+            self._modify_prev_results()
+            self._pre_async_results = None
+        asked[:] = self, args[9]  # logits_indices_selector
+        try:
+            return sample_from_logits(self, *args, **kwargs)
+        finally:
+            asked.clear()
+
+    def precompile_sampling(self: Any) -> None:
+        precompile(self)
+        if not self.runner.speculative_config:
+            sampling.precompile(self)
+
+    Runner._execute_model, Runner._sample_from_logits = execute_model, sample_step
+    CompilationManager._precompile_sampling = precompile_sampling
+    tpu_runner.sample = sample_or_more
+
+
+@_override(
+    _WORKER,
     "vllm.v1.engine.llm_engine:LLMEngine._get_driver_model_for_cleanup",
     "vllm.v1.engine.llm_engine:LLMEngine._cleanup_instance_caches",
 )

@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Parameters of a request that tpu-inference's sampler does not read, with the values that ask for nothing.
-_IGNORED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "seed": (None,),
-}
+# Parameters of a request that neither tpu-inference's sampler nor sampling.py reads.
+_IGNORED = (
+    "logprob_token_ids",
+    "prompt_logprob_token_ids",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+)
+# Why this process's engine samples by temperature, top-k and top-p alone; empty: it does not.
+_sampling_limit: list[str] = []
 
 
 def check_request(params: Any) -> None:
@@ -29,16 +26,20 @@ def check_request(params: Any) -> None:
         VLLMValidationError: names them; the server answers 400.
     """
     from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
 
-    asked = [
-        f"{name}={value!r}"
-        for name, nothing in _IGNORED.items()
-        if (value := getattr(params, name, nothing[0])) not in nothing
-    ]
-    if asked:
+    from flashxla_vllm import sampling
+
+    if not isinstance(params, SamplingParams):
+        return
+    ignored = [name for name in _IGNORED if getattr(params, name, None) is not None]
+    if ignored:
+        raise VLLMValidationError(f"flashxla-vllm does not support {', '.join(ignored)}")
+    limited = [f"{name}={getattr(params, name)!r}" for name in sampling.asks_for_more(params)]
+    if limited and _sampling_limit:
         raise VLLMValidationError(
-            f"flashxla-vllm does not support {', '.join(asked)}. If the model's generation_config.json asks for it, "
-            "start with --generation-config vllm."
+            f"flashxla-vllm does not support {', '.join(limited)} with {_sampling_limit[0]}. If the model's "
+            "generation_config.json asks for it, start with --generation-config vllm."
         )
 
 
@@ -48,6 +49,7 @@ def check(vllm_config: VllmConfig) -> None:
     Raises:
         NotImplementedError: names what was asked for.
     """
+    _sampling_limit[:] = ["speculative decoding"] if vllm_config.speculative_config is not None else []
     reasons = list(_reasons(vllm_config))
     if reasons:
         raise NotImplementedError("flashxla-vllm does not support " + "; nor ".join(reasons))

@@ -8,7 +8,7 @@ overrides.on_worker()
 
 from tpu_inference.worker.tpu_worker import TPUWorker  # noqa: E402
 
-from flashxla_vllm import memory  # noqa: E402
+from flashxla_vllm import memory, sampling  # noqa: E402
 
 
 class XlaWorker(TPUWorker):
@@ -16,4 +16,5 @@ class XlaWorker(TPUWorker):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache on all devices of this worker."""
+        sampling.batch_of(self.model_runner)  # allocates
         return memory.available_for_cache(self.vllm_config, self.devices)
