@@ -406,6 +406,46 @@ def sampling_by_more_parameters() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.runner.structured_decoding_manager:StructuredDecodingManager",
+    "vllm.v1.core.sched.output:GrammarOutput",
+)
+def grammars_of_their_own_requests() -> None:
+    """vLLM's masks of allowed tokens come in the order of structured_output_request_ids. 0.32.0 reads them in the order
+    of the names, so that requests get each other's.
+    """
+    import numpy as np
+    from tpu_inference import utils
+    from tpu_inference.runner.structured_decoding_manager import StructuredDecodingManager
+
+    def prepare(self: Any, logits: Any, grammar_output: Any) -> Any:
+        runner = self.runner
+        masks = np.zeros((logits.shape[0], runner.grammar_bitmask_cpu.shape[1]), np.int32)
+        required = np.zeros((logits.shape[0], 1), np.bool_)
+        for request_id, mask in zip(
+            grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask, strict=True
+        ):
+            row = runner.input_batch.req_id_to_index.get(request_id)
+            if row is not None:
+                masks[row], required[row] = mask, True
+        return utils.device_array(runner.mesh, (required, masks, runner.structured_decode_arange))
+
+    StructuredDecodingManager.prepare_structured_decoding_input = prepare
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.input_batch:InputBatch.max_num_logprobs",
+    "tpu_inference.layers.jax.sample.sampling_metadata:TPUSupportedSamplingMetadata.from_input_batch",
+)
+def logprobs_of_the_sampled_token_alone() -> None:
+    """logprobs=0 asks for the sampled token's, as chat's logprobs=true does; 0.32.0 takes it for none, and -1 too."""
+    from tpu_inference.runner.input_batch import InputBatch
+
+    InputBatch.max_num_logprobs = property(lambda self: 1 if self.num_logprobs else None)
+
+
+@_override(
+    _WORKER,
     "vllm.v1.engine.llm_engine:LLMEngine._get_driver_model_for_cleanup",
     "vllm.v1.engine.llm_engine:LLMEngine._cleanup_instance_caches",
 )

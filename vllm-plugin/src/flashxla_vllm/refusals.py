@@ -15,8 +15,9 @@ _IGNORED = (
     "thinking_token_budget",
     "trace_decode_token_ids",
 )
-# Why this process's engine samples by temperature, top-k and top-p alone; empty: it does not.
-_sampling_limit: list[str] = []
+# By a feature of the engine that this process configured last: which parameters do not work with it.
+_not_with: dict[str, set[str]] = {}
+_STRUCTURED = {"structured_outputs"}
 
 
 def check_request(params: Any) -> None:
@@ -35,12 +36,14 @@ def check_request(params: Any) -> None:
     ignored = [name for name in _IGNORED if getattr(params, name, None) is not None]
     if ignored:
         raise VLLMValidationError(f"flashxla-vllm does not support {', '.join(ignored)}")
-    limited = [f"{name}={getattr(params, name)!r}" for name in sampling.asks_for_more(params)]
-    if limited and _sampling_limit:
-        raise VLLMValidationError(
-            f"flashxla-vllm does not support {', '.join(limited)} with {_sampling_limit[0]}. If the model's "
-            "generation_config.json asks for it, start with --generation-config vllm."
-        )
+    asked = {*sampling.asks_for_more(params), *(_STRUCTURED if params.structured_outputs is not None else ())}
+    for feature, names in _not_with.items():
+        if refused := sorted(names & asked):
+            values = ", ".join(f"{name}={getattr(params, name)!r}" for name in refused)
+            raise VLLMValidationError(
+                f"flashxla-vllm does not support {values} with {feature}. If the model's generation_config.json asks "
+                "for it, start with --generation-config vllm."
+            )
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -49,7 +52,19 @@ def check(vllm_config: VllmConfig) -> None:
     Raises:
         NotImplementedError: names what was asked for.
     """
-    _sampling_limit[:] = ["speculative decoding"] if vllm_config.speculative_config is not None else []
+    from flashxla_vllm import sampling
+
+    _not_with.clear()
+    if vllm_config.speculative_config is not None:  # logits of several tokens a request
+        _not_with["speculative decoding"] = {*sampling.PARAMETERS, *_STRUCTURED}
+    if (vllm_config.additional_config or {}).get(
+        "enable_continue_decode"
+    ):  # samples on the device, for many steps
+        _not_with["enable_continue_decode"] = {*sampling.PARAMETERS}
+    if (
+        vllm_config.parallel_config.data_parallel_size > 1
+    ):  # tpu-inference cannot send a grammar to its schedulers
+        _not_with["--data-parallel-size"] = _STRUCTURED
     reasons = list(_reasons(vllm_config))
     if reasons:
         raise NotImplementedError("flashxla-vllm does not support " + "; nor ".join(reasons))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -55,27 +55,26 @@ class Request:
 
 def is_penalised(params: SamplingParams) -> bool:
     """Whether the next logits depend on which tokens there are."""
-    return bool(
-        params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    )
+    return any(name.endswith("penalty") for name in asks_for_more(params))
+
+
+# What tpu-inference's sampler does not know, and whether a request asks for it.
+PARAMETERS: dict[str, Callable[[Any], bool]] = {
+    "repetition_penalty": lambda params: params.repetition_penalty != 1.0,
+    "frequency_penalty": lambda params: params.frequency_penalty != 0.0,
+    "presence_penalty": lambda params: params.presence_penalty != 0.0,
+    "min_p": lambda params: params.min_p > 0.0,
+    "min_tokens": lambda params: params.min_tokens > 0,
+    "logit_bias": lambda params: bool(params.logit_bias),
+    "allowed_token_ids": lambda params: bool(params.allowed_token_ids),
+    "bad_words": lambda params: bool(params.bad_words),
+    "seed": lambda params: params.seed is not None and params.temperature > 0.0,
+}
 
 
 def asks_for_more(params: SamplingParams | None) -> list[str]:
-    """The names of parameters that tpu-inference's sampler does not know."""
-    if params is None:
-        return []
-    asked = {
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "presence_penalty": params.presence_penalty != 0.0,
-        "min_p": params.min_p > 0.0,
-        "min_tokens": params.min_tokens > 0,
-        "logit_bias": bool(params.logit_bias),
-        "allowed_token_ids": bool(params.allowed_token_ids),
-        "bad_words": bool(params.bad_words),
-        "seed": params.seed is not None and params.temperature > 0.0,
-    }
-    return [name for name, value in asked.items() if value]
+    """The names of the PARAMETERS that a request asks for."""
+    return [] if params is None else [name for name, is_asked in PARAMETERS.items() if is_asked(params)]
 
 
 class Batch:
