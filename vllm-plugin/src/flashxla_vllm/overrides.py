@@ -1,7 +1,8 @@
 """Every replacement of an internal of tpu-inference, torchax or vLLM, each with its reason.
 
 tpu-inference runs vLLM's engine as JAX programs, on TPUs. It stays installed as it is; what keeps its programs from
-other devices is replaced here, in each process that loads the platform (`on_platform`) or a worker (`on_worker`).
+other devices is replaced here, in each process that loads the platform (`on_platform`), configures an engine (`on_config`) or runs a
+worker (`on_worker`).
 `OVERRIDES` says which upstream code each one relies on; tests/vllm/test_overrides.py fails when that code changes.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 Stage = Callable[[], None]
 OVERRIDES: dict[str, tuple[str, ...]] = {}
 _PLATFORM: list[Stage] = []
+_CONFIG: list[Stage] = []
 _WORKER: list[Stage] = []
 _done: set[str] = set()
 
@@ -23,6 +25,11 @@ _done: set[str] = set()
 def on_platform() -> None:
     """Before tpu_inference's modules are imported. Starts no JAX backend: vLLM may fork afterwards."""
     _apply(_PLATFORM)
+
+
+def on_config() -> None:
+    """Before vLLM checks a configuration."""
+    _apply(_CONFIG)
 
 
 def on_worker() -> None:
@@ -108,6 +115,22 @@ def no_compiler_options_of_tpus() -> None:
     module = "tpu_inference.models.common.compiler_options"
     _replace(module, "get_step_fn_compiler_options", dict)
     _replace(module, "get_sampling_compiler_options", dict)
+
+
+# --- before a configuration is checked --------------------------------------------------------------------------------
+
+
+@_override(
+    _CONFIG, "vllm.model_executor.layers.quantization.mxfp4:GptOssMxfp4Config.get_supported_act_dtypes"
+)
+def mxfp4_in_any_dtype() -> None:
+    """vLLM allows MXFP4 with bfloat16 alone, for its kernels; here the weights are dequantised to the model's dtype."""
+    import torch
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+    GptOssMxfp4Config.get_supported_act_dtypes = classmethod(
+        lambda cls: [torch.bfloat16, torch.float16, torch.float32]
+    )
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -243,6 +266,24 @@ def experts_without_pallas() -> None:
     module = "tpu_inference.layers.common.fused_moe_gmm"
     _replace(module, "gmm_wrapper", experts.grouped_matmul)
     _replace(module, "dense_gather_reduce", experts.gather_and_sum)
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.layers.vllm.quantization.mxfp4:VllmMxfp4MoEMethod",
+    "tpu_inference.layers.vllm.quantization.unquantized:VllmUnquantizedFusedMoEMethod",
+    "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod.create_weights",
+)
+def experts_of_mxfp4_are_dequantised() -> None:
+    """0.32.0 quantises MXFP4 weights anew, to blocks of 512 with other values, for its kernel."""
+    from tpu_inference.layers.vllm.quantization.mxfp4 import VllmMxfp4MoEMethod as Quantised
+    from tpu_inference.layers.vllm.quantization.unquantized import VllmUnquantizedFusedMoEMethod as Plain
+
+    from flashxla_vllm import quantised
+
+    Quantised.process_weights_after_loading = quantised.load_experts(Plain.process_weights_after_loading)
+    Quantised.apply_monolithic = Plain.apply_monolithic
+    Quantised.get_fused_moe_quant_config = Plain.get_fused_moe_quant_config
 
 
 @_override(

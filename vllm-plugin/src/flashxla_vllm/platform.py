@@ -24,6 +24,11 @@ class XlaPlatform(TpuPlatform):
         return "xla"
 
     @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        """Nothing here: refusals.check knows more. vLLM asks this before it checks what the weights need."""
+        overrides.on_config()
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Refuse what does not work, then set vLLM up for JAX."""
         from vllm.config import CompilationMode

@@ -71,6 +71,8 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    from flashxla_vllm import quantised
+
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.pipeline_parallel_size > 1:
         yield "--pipeline-parallel-size > 1 (its processes are placed on TPU chips); use --tensor-parallel-size"
@@ -85,7 +87,7 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "LoRA adapters (--enable-lora)"
     if model is None:
         return
-    if model.quantization is not None:
+    if model.quantization is not None and model.quantization not in quantised.SUPPORTED:
         yield f"quantised weights ({model.quantization})"
     if model.runner_type == "pooling":
         yield "pooling models (embeddings, classification, rewards)"
