@@ -1,8 +1,8 @@
 """Every replacement of an internal of tpu-inference, torchax or vLLM, each with its reason.
 
 tpu-inference runs vLLM's engine as JAX programs, on TPUs. It stays installed as it is; what keeps its programs from
-other devices is replaced here, in each process that loads the platform (`on_platform`), configures an engine (`on_config`) or runs a
-worker (`on_worker`).
+other devices is replaced here, in each process that loads the platform (`on_platform`), configures an engine
+(`on_config`) or runs a worker (`on_worker`).
 `OVERRIDES` says which upstream code each one relies on; tests/vllm/test_overrides.py fails when that code changes.
 """
 
