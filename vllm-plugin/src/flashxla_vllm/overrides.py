@@ -487,6 +487,38 @@ def logprobs_of_the_sampled_token_alone() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.runner.tpu_runner:TPUModelRunner.load_model",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "tpu_inference.models.common.model_loader:get_flax_model",
+    "tpu_inference.models.vllm.vllm_model_wrapper:VllmModelWrapper.build_pooler_func",
+)
+def embeddings_of_finished_prompts() -> None:
+    """vLLM 0.33 takes a list of results, None for a prompt of which chunks are missing; 0.32.0 hands it the pooler's
+    tensor, and the pooler the lengths of a buffer that it has cleared.
+    """
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    original = TPUModelRunner.load_model
+
+    def load_model(self: Any) -> None:
+        original(self)
+        pool = self.pooler_fn
+
+        def pooled(hidden_states: Any, metadata: Any, seq_lens: Any, scheduled: Any) -> list[Any]:
+            del seq_lens
+            done = self.input_batch.num_computed_tokens_cpu[: len(scheduled)] + scheduled
+            results = pool(hidden_states, metadata, done, scheduled)
+            finished = (done == metadata.prompt_lens.numpy()).tolist()
+            return [result if end else None for result, end in zip(results, finished, strict=True)]
+
+        if self.is_pooling_model:
+            self.pooler_fn = pooled
+
+    TPUModelRunner.load_model = load_model
+
+
+@_override(
+    _WORKER,
     "vllm.v1.engine.llm_engine:LLMEngine._get_driver_model_for_cleanup",
     "vllm.v1.engine.llm_engine:LLMEngine._cleanup_instance_caches",
 )

@@ -90,7 +90,10 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
     if model.quantization is not None and model.quantization not in quantised.SUPPORTED:
         yield f"quantised weights ({model.quantization})"
     if model.runner_type == "pooling":
-        yield "pooling models (embeddings, classification, rewards)"
+        if model.convert_type != "embed" or model.attn_type != "decoder":
+            yield "pooling models other than embeddings of decoders (classification, rewards, encoders)"
+        if parallel.data_parallel_size > 1:
+            yield "pooling models with --data-parallel-size"
     if model.use_mla:
         yield "multi-head latent attention (MLA), as of DeepSeek"
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
