@@ -120,9 +120,7 @@ def no_compiler_options_of_tpus() -> None:
 # --- before a configuration is checked --------------------------------------------------------------------------------
 
 
-@_override(
-    _CONFIG, "vllm.model_executor.layers.quantization.mxfp4:GptOssMxfp4Config.get_supported_act_dtypes"
-)
+@_override(_CONFIG, "vllm.model_executor.layers.quantization.mxfp4:Mxfp4Config.get_supported_act_dtypes")
 def mxfp4_in_any_dtype() -> None:
     """vLLM allows MXFP4 with bfloat16 alone, for its kernels; here the weights are dequantised to the model's dtype."""
     import torch
