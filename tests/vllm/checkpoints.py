@@ -204,12 +204,17 @@ def save(family: Family, path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def greedy_tokens(path: Path, prompts: list[list[int]], count: int = NEW_TOKENS) -> list[list[int]]:
-    """What the saved checkpoint writes after each prompt, one prompt at a time, in float32."""
+def greedy_tokens(
+    path: Path, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any
+) -> list[list[int]]:
+    """What the saved checkpoint writes after each prompt, one prompt at a time, in float32.
+
+    The options are those of transformers' generate.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    return [_greedy(model, prompt, count) for prompt in prompts]
+    return [_greedy(model, prompt, count, **options) for prompt in prompts]
 
 
 def greedy_tokens_without_feature(family: Family) -> list[list[int]]:
@@ -227,7 +232,7 @@ def _model(model_type: str, config: dict[str, Any], change: Change) -> PreTraine
 
 
 @torch.inference_mode()
-def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+def _greedy(model: PreTrainedModel, prompt: list[int], count: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -236,6 +241,7 @@ def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
         min_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
+        **options,
     )
     return out[0, len(prompt) :].tolist()
 

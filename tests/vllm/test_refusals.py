@@ -54,7 +54,8 @@ def test_draft_models(checkpoint):
 
 
 def test_pooling_models(checkpoint):
-    refused(checkpoint("llama"), "pooling", runner="pooling")
+    refused(checkpoint("llama"), "classification", runner="pooling", convert="classify")
+    refused(checkpoint("llama"), "pooling models with", runner="pooling", data_parallel_size=2)
 
 
 def test_latent_attention(checkpoint, tmp_path):

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 
 from tests.vllm.checkpoints import PROMPTS
 from tests.vllm.engine import engine
@@ -61,27 +60,6 @@ def test_temperature_changes_the_distribution(running):
     assert abs(drawn - probability) < 5 * math.sqrt(probability * (1 - probability) / 256)
 
 
-@pytest.mark.parametrize(
-    "parameter",
-    [
-        {"repetition_penalty": 1.5},
-        {"presence_penalty": 1.0},
-        {"frequency_penalty": 1.0},
-        {"min_p": 0.1, "temperature": 1.0},
-        {"min_tokens": 2},
-        {"logit_bias": {77: 100.0}},
-        {"allowed_token_ids": [50, 60]},
-        {"bad_words": ["t5"]},
-        {"seed": 1, "temperature": 1.0},
-    ],
-    ids=lambda parameter: next(iter(parameter)),
-)
-def test_what_the_sampler_ignores_is_refused(parameter, running, hf_tokens):
-    with pytest.raises(VLLMValidationError, match=next(iter(parameter))):
-        running.generate(PROMPTS[:1], 2, **parameter)
-    assert running.greedy() == hf_tokens("llama")
-
-
 def test_structured_output(running):
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -92,3 +70,25 @@ def test_structured_output(running):
         ignore_eos=False,
     )
     assert output.outputs[0].text.strip() in ("t17 t18", "t21")
+
+
+def test_structured_outputs_of_several_requests(running):
+    """Each request keeps to its own grammar, whatever the order of their names."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    texts = [f"t{20 + i}t{35 - i}" for i in range(16)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=[text]))
+        for text in texts
+    ]
+    outputs = running.llm.generate(
+        [{"prompt_token_ids": PROMPTS[i % 6]} for i in range(16)], params, use_tqdm=False
+    )
+    assert [output.outputs[0].text.replace(" ", "") for output in outputs] == texts
+
+
+def test_logprobs_of_the_sampled_token_alone(running):
+    """logprobs=0, which is what chat's logprobs=true without top_logprobs means."""
+    (output,) = running.generate(PROMPTS[2:3], 3, logprobs=0)
+    assert [set(top) for top in output.outputs[0].logprobs] == [{t} for t in output.outputs[0].token_ids]

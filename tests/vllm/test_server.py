@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import urllib.request
 import openai
 import pytest
 
+from tests.vllm import checkpoints
 from tests.vllm.checkpoints import PROMPTS, words
 
 MAX_MODEL_LEN = 256
@@ -167,6 +169,23 @@ def test_several_choices(server):
     assert len({choice.text for choice in answer.choices}) > 1
 
 
+def test_sampling_parameters(server):
+    """Each reaches the engine; test_sampling_parameters.py has what they do."""
+    plain = server.complete(PROMPTS[2]).choices[0].text.split()
+    assert server.complete(PROMPTS[2], logit_bias={"77": 100.0}).choices[0].text.split() == ["t77"] * 12
+    only = {"allowed_token_ids": [50, 60]}
+    assert set(server.complete(PROMPTS[2], extra_body=only).choices[0].text.split()) <= {"t50", "t60"}
+    without = server.complete(PROMPTS[2], extra_body={"bad_words": [plain[0]]}).choices[0].text.split()
+    assert plain[0] not in without
+    assert (
+        server.complete(PROMPTS[2], presence_penalty=-2.0, frequency_penalty=-2.0).choices[0].text.split()
+        != plain
+    )
+    ask = {"model": "tiny", "prompt": PROMPTS[2], "max_tokens": 12, "temperature": 1.0}
+    texts = [server.client.completions.create(**ask, seed=seed).choices[0].text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_structured_output(server):
     choices = ["t17 t18", "t21"]
     answer = server.complete(
@@ -179,11 +198,11 @@ def test_structured_output(server):
     ("options", "message"),
     [
         ({"prompt": [5] * (MAX_MODEL_LEN + 1)}, "maximum context length"),
-        ({"prompt": [5], "presence_penalty": 1.0}, "presence_penalty"),
-        ({"prompt": [5], "logit_bias": {"7": 1.0}}, "logit_bias"),
-        ({"prompt": [5], "seed": 3, "temperature": 1.0}, "seed"),
+        ({"prompt": [5], "extra_body": {"thinking_token_budget": 3}}, "thinking_token_budget"),
+        ({"prompt": [5], "logit_bias": {"5000": 1.0}}, "logit_bias"),
+        ({"prompt": [5], "extra_body": {"allowed_token_ids": [5000]}}, "allowed_token_ids"),
     ],
-    ids=["too long", "presence_penalty", "logit_bias", "seed"],
+    ids=["too long", "thinking_token_budget", "logit_bias out of range", "allowed_token_ids out of range"],
 )
 def test_refused_with_400_and_alive(options, message, server, hf_tokens):
     with pytest.raises(openai.BadRequestError, match=message):
@@ -219,13 +238,24 @@ def test_models_and_health(server):
         assert json.load(answer)["version"].startswith("0.33.0")
 
 
-def test_spawned_engine(checkpoint, hf_tokens, tmp_path):
-    """The engine's process may be spawned instead of forked, and the server ends when asked to."""
-    running = start(checkpoint("gemma2"), tmp_path / "log", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+def test_spawned_engine_and_defaults_of_the_checkpoint(checkpoint, hf_tokens, tmp_path):
+    """The engine's process may be spawned instead of forked, and the server ends when asked to.
+
+    generation_config.json sets a penalty, as Qwen2.5-Instruct's does: requests that do not mention it have it.
+    """
+    path = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint("gemma2"), path)
+    config = path / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"repetition_penalty": 1.3}))
+    expected = checkpoints.greedy_tokens(path, [PROMPTS[3]], repetition_penalty=1.3)[0]
+    assert expected != hf_tokens("gemma2")[3]
+    options = ("--generation-config", "auto")
+    running = start(path, tmp_path / "log", *options, VLLM_WORKER_MULTIPROC_METHOD="spawn")
     try:
         running.wait()
-        text = running.complete(PROMPTS[3]).choices[0].text
-        assert text.split() == words(hf_tokens("gemma2")[3]).split()
+        assert running.complete(PROMPTS[3]).choices[0].text.split() == words(expected).split()
+        plain = running.complete(PROMPTS[3], extra_body={"repetition_penalty": 1.0})
+        assert plain.choices[0].text.split() == words(hf_tokens("gemma2")[3]).split()
     finally:
         code = stop(running)
     assert code == 0

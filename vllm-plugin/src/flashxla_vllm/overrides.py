@@ -1,7 +1,8 @@
 """Every replacement of an internal of tpu-inference, torchax or vLLM, each with its reason.
 
 tpu-inference runs vLLM's engine as JAX programs, on TPUs. It stays installed as it is; what keeps its programs from
-other devices is replaced here, in each process that loads the platform (`on_platform`) or a worker (`on_worker`).
+other devices is replaced here, in each process that loads the platform (`on_platform`), configures an engine
+(`on_config`) or runs a worker (`on_worker`).
 `OVERRIDES` says which upstream code each one relies on; tests/vllm/test_overrides.py fails when that code changes.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 Stage = Callable[[], None]
 OVERRIDES: dict[str, tuple[str, ...]] = {}
 _PLATFORM: list[Stage] = []
+_CONFIG: list[Stage] = []
 _WORKER: list[Stage] = []
 _MACHINES: list[Stage] = []
 _HEADLESS: list[Stage] = []
@@ -25,6 +27,11 @@ _done: set[str] = set()
 def on_platform() -> None:
     """Before tpu_inference's modules are imported. Starts no JAX backend: vLLM may fork afterwards."""
     _apply(_PLATFORM)
+
+
+def on_config() -> None:
+    """Before vLLM checks a configuration."""
+    _apply(_CONFIG)
 
 
 def on_worker() -> None:
@@ -123,6 +130,20 @@ def no_compiler_options_of_tpus() -> None:
     module = "tpu_inference.models.common.compiler_options"
     _replace(module, "get_step_fn_compiler_options", dict)
     _replace(module, "get_sampling_compiler_options", dict)
+
+
+# --- before a configuration is checked --------------------------------------------------------------------------------
+
+
+@_override(_CONFIG, "vllm.model_executor.layers.quantization.mxfp4:Mxfp4Config.get_supported_act_dtypes")
+def mxfp4_in_any_dtype() -> None:
+    """vLLM allows MXFP4 with bfloat16 alone, for its kernels; here the weights are dequantised to the model's dtype."""
+    import torch
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+    GptOssMxfp4Config.get_supported_act_dtypes = classmethod(
+        lambda cls: [torch.bfloat16, torch.float16, torch.float32]
+    )
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -307,6 +328,24 @@ def experts_without_pallas() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.layers.vllm.quantization.mxfp4:VllmMxfp4MoEMethod",
+    "tpu_inference.layers.vllm.quantization.unquantized:VllmUnquantizedFusedMoEMethod",
+    "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod.create_weights",
+)
+def experts_of_mxfp4_are_dequantised() -> None:
+    """0.32.0 quantises MXFP4 weights anew, to blocks of 512 with other values, for its kernel."""
+    from tpu_inference.layers.vllm.quantization.mxfp4 import VllmMxfp4MoEMethod as Quantised
+    from tpu_inference.layers.vllm.quantization.unquantized import VllmUnquantizedFusedMoEMethod as Plain
+
+    from flashxla_vllm import quantised
+
+    Quantised.process_weights_after_loading = quantised.load_experts(Plain.process_weights_after_loading)
+    Quantised.apply_monolithic = Plain.apply_monolithic
+    Quantised.get_fused_moe_quant_config = Plain.get_fused_moe_quant_config
+
+
+@_override(
+    _WORKER,
     "tpu_inference.runner.compilation_manager:CompilationManager._run_compilation",
     "tpu_inference.runner.compilation_manager:CompilationManager._precompile_backbone_helper",
 )
@@ -405,6 +444,135 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
                 state.output_token_ids.extend(tokens)
 
     TPUModelRunner._modify_prev_results = modify_prev_results
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.layers.jax.sample.sampling:sample",
+    "tpu_inference.runner.input_batch:InputBatch",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._sample_from_logits",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._modify_prev_results",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_sampling",
+)
+def sampling_by_more_parameters() -> None:
+    """tpu-inference samples by temperature, top-k and top-p, and ignores penalties, min-p, seeds and masks of tokens.
+    A step whose batch asks for one of those calls sampling.py in the place of `sample`.
+    """
+    from tpu_inference.runner import tpu_runner
+    from tpu_inference.runner.compilation_manager import CompilationManager
+    from tpu_inference.runner.tpu_runner import TPUModelRunner as Runner
+
+    from flashxla_vllm import sampling
+
+    execute, sample_from_logits = Runner._execute_model, Runner._sample_from_logits
+    precompile, sample = CompilationManager._precompile_sampling, tpu_runner.sample
+    asked: list[Any] = []  # the arguments of the step that is being sampled, if its batch asks for more
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling.batch_of(self).update(scheduler_output)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    def sample_or_more(rng: Any, mesh: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not asked:
+            return sample(rng, mesh, logits, *args, **kwargs)
+        runner, selector = asked
+        return sampling.batch_of(runner).sample(rng, logits, runner.input_batch, selector)
+
+    def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not sampling.batch_of(self).is_asked(self.input_batch):
+            return sample_from_logits(self, *args, **kwargs)
+        # With async scheduling the previous step's tokens may still be placeholders. The original waits for them after
+        # it has sampled; the device is at work on this step's logits either way.
+        if self._pre_async_results is not None:
+            self._modify_prev_results()
+            self._pre_async_results = None
+        asked[:] = self, args[9]  # logits_indices_selector
+        try:
+            return sample_from_logits(self, *args, **kwargs)
+        finally:
+            asked.clear()
+
+    def precompile_sampling(self: Any) -> None:
+        precompile(self)
+        if not self.runner.speculative_config:
+            sampling.precompile(self)
+
+    Runner._execute_model, Runner._sample_from_logits = execute_model, sample_step
+    CompilationManager._precompile_sampling = precompile_sampling
+    tpu_runner.sample = sample_or_more
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.structured_decoding_manager:StructuredDecodingManager",
+    "vllm.v1.core.sched.output:GrammarOutput",
+)
+def grammars_of_their_own_requests() -> None:
+    """vLLM's masks of allowed tokens come in the order of structured_output_request_ids. 0.32.0 reads them in the order
+    of the names, so that requests get each other's.
+    """
+    import numpy as np
+    from tpu_inference import utils
+    from tpu_inference.runner.structured_decoding_manager import StructuredDecodingManager
+
+    def prepare(self: Any, logits: Any, grammar_output: Any) -> Any:
+        runner = self.runner
+        masks = np.zeros((logits.shape[0], runner.grammar_bitmask_cpu.shape[1]), np.int32)
+        required = np.zeros((logits.shape[0], 1), np.bool_)
+        for request_id, mask in zip(
+            grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask, strict=True
+        ):
+            row = runner.input_batch.req_id_to_index.get(request_id)
+            if row is not None:
+                masks[row], required[row] = mask, True
+        return utils.device_array(runner.mesh, (required, masks, runner.structured_decode_arange))
+
+    StructuredDecodingManager.prepare_structured_decoding_input = prepare
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.input_batch:InputBatch.max_num_logprobs",
+    "tpu_inference.layers.jax.sample.sampling_metadata:TPUSupportedSamplingMetadata.from_input_batch",
+)
+def logprobs_of_the_sampled_token_alone() -> None:
+    """logprobs=0 asks for the sampled token's, as chat's logprobs=true does; 0.32.0 takes it for none, and -1 too."""
+    from tpu_inference.runner.input_batch import InputBatch
+
+    InputBatch.max_num_logprobs = property(lambda self: 1 if self.num_logprobs else None)
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.tpu_runner:TPUModelRunner.load_model",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "tpu_inference.models.common.model_loader:get_flax_model",
+    "tpu_inference.models.vllm.vllm_model_wrapper:VllmModelWrapper.build_pooler_func",
+)
+def embeddings_of_finished_prompts() -> None:
+    """vLLM 0.33 takes a list of results, None for a prompt of which chunks are missing; 0.32.0 hands it the pooler's
+    tensor, and the pooler the lengths of a buffer that it has cleared.
+    """
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    original = TPUModelRunner.load_model
+
+    def load_model(self: Any) -> None:
+        original(self)
+        pool = self.pooler_fn
+
+        def pooled(hidden_states: Any, metadata: Any, seq_lens: Any, scheduled: Any) -> list[Any]:
+            del seq_lens
+            done = self.input_batch.num_computed_tokens_cpu[: len(scheduled)] + scheduled
+            results = pool(hidden_states, metadata, done, scheduled)
+            finished = (done == metadata.prompt_lens.numpy()).tolist()
+            return [result if end else None for result, end in zip(results, finished, strict=True)]
+
+        if self.is_pooling_model:
+            self.pooler_fn = pooled
+
+    TPUModelRunner.load_model = load_model
 
 
 @_override(

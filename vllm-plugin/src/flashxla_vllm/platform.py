@@ -25,6 +25,11 @@ class XlaPlatform(TpuPlatform):
         return "xla"
 
     @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        """Nothing here: refusals.check knows more. vLLM asks this before it checks what the weights need."""
+        overrides.on_config()
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Refuse what does not work, then set vLLM up for JAX."""
         from vllm.config import CompilationMode
@@ -61,6 +66,5 @@ class XlaPlatform(TpuPlatform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse the sampling parameters that the runner would silently ignore."""
+        """Refuse the sampling parameters that would be silently ignored. tpu-inference's own check refuses seeds."""
         refusals.check_request(params)
-        super().validate_request(processed_inputs, params)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Parameters of a request that tpu-inference's sampler does not read, with the values that ask for nothing.
-_IGNORED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "seed": (None,),
-}
+# Parameters of a request that neither tpu-inference's sampler nor sampling.py reads.
+_IGNORED = (
+    "logprob_token_ids",
+    "prompt_logprob_token_ids",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+)
+# By a feature of the engine that this process configured last: which parameters do not work with it.
+_not_with: dict[str, set[str]] = {}
+_STRUCTURED = {"structured_outputs"}
 
 
 def check_request(params: Any) -> None:
@@ -30,17 +28,23 @@ def check_request(params: Any) -> None:
         VLLMValidationError: names them; the server answers 400.
     """
     from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
 
-    asked = [
-        f"{name}={value!r}"
-        for name, nothing in _IGNORED.items()
-        if (value := getattr(params, name, nothing[0])) not in nothing
-    ]
-    if asked:
-        raise VLLMValidationError(
-            f"flashxla-vllm does not support {', '.join(asked)}. If the model's generation_config.json asks for it, "
-            "start with --generation-config vllm."
-        )
+    from flashxla_vllm import sampling
+
+    if not isinstance(params, SamplingParams):
+        return
+    ignored = [name for name in _IGNORED if getattr(params, name, None) is not None]
+    if ignored:
+        raise VLLMValidationError(f"flashxla-vllm does not support {', '.join(ignored)}")
+    asked = {*sampling.asks_for_more(params), *(_STRUCTURED if params.structured_outputs is not None else ())}
+    for feature, names in _not_with.items():
+        if refused := sorted(names & asked):
+            values = ", ".join(f"{name}={getattr(params, name)!r}" for name in refused)
+            raise VLLMValidationError(
+                f"flashxla-vllm does not support {values} with {feature}. If the model's generation_config.json asks "
+                "for it, start with --generation-config vllm."
+            )
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -49,12 +53,27 @@ def check(vllm_config: VllmConfig) -> None:
     Raises:
         NotImplementedError: names what was asked for.
     """
+    from flashxla_vllm import sampling
+
+    _not_with.clear()
+    if vllm_config.speculative_config is not None:  # logits of several tokens a request
+        _not_with["speculative decoding"] = {*sampling.PARAMETERS, *_STRUCTURED}
+    if (vllm_config.additional_config or {}).get(
+        "enable_continue_decode"
+    ):  # samples on the device, for many steps
+        _not_with["enable_continue_decode"] = {*sampling.PARAMETERS}
+    if (
+        vllm_config.parallel_config.data_parallel_size > 1
+    ):  # tpu-inference cannot send a grammar to its schedulers
+        _not_with["--data-parallel-size"] = _STRUCTURED
     reasons = list(_reasons(vllm_config))
     if reasons:
         raise NotImplementedError("flashxla-vllm does not support " + "; nor ".join(reasons))
 
 
 def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    from flashxla_vllm import quantised
+
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.pipeline_parallel_size > 1:
         yield "--pipeline-parallel-size > 1 (its processes are placed on TPU chips); use --tensor-parallel-size"
@@ -75,10 +94,13 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "LoRA adapters (--enable-lora)"
     if model is None:
         return
-    if model.quantization is not None:
+    if model.quantization is not None and model.quantization not in quantised.SUPPORTED:
         yield f"quantised weights ({model.quantization})"
     if model.runner_type == "pooling":
-        yield "pooling models (embeddings, classification, rewards)"
+        if model.convert_type != "embed" or model.attn_type != "decoder":
+            yield "pooling models other than embeddings of decoders (classification, rewards, encoders)"
+        if parallel.data_parallel_size > 1:
+            yield "pooling models with --data-parallel-size"
     if model.use_mla:
         yield "multi-head latent attention (MLA), as of DeepSeek"
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):

@@ -12,7 +12,7 @@ overrides.on_worker()
 import jax  # noqa: E402
 from tpu_inference.worker.tpu_worker import TPUWorker  # noqa: E402
 
-from flashxla_vllm import memory, processes  # noqa: E402
+from flashxla_vllm import memory, processes, sampling  # noqa: E402
 
 
 class XlaWorker(TPUWorker):
@@ -34,6 +34,7 @@ class XlaWorker(TPUWorker):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache on all devices of this worker."""
+        sampling.batch_of(self.model_runner)  # allocates
         own = processes.own_devices(self.devices)
         bytes_each = memory.available_for_cache(self.vllm_config, own) // len(own)
         return processes.smallest(bytes_each) * len(self.devices)
