@@ -48,7 +48,9 @@ def test_activations_are_reserved():
 def test_activations_of_each_family(family, checkpoint):
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = EngineArgs(str(checkpoint(family)), dtype="float32", max_model_len=256, max_num_batched_tokens=64)
+    arguments = EngineArgs(
+        str(checkpoint(family)), dtype="float32", max_model_len=256, max_num_batched_tokens=64
+    )
     config = arguments.create_engine_config()
     logits = config.scheduler_config.max_num_seqs * 512 * 4 * 4
     assert logits < memory.activation_bytes(config) < logits + (4 << 20)
