@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from tests.vllm import engine as current
 class Engine(current.Engine):
     """The engine of tests/vllm, whose caches are PyTorch/XLA tensors."""
 
+    def __init__(self, path: Path, **options: Any) -> None:
+        _import_model(path)
+        super().__init__(path, **options)
+
     @property
     def caches(self) -> list[torch.Tensor]:
         """The layers' caches."""
@@ -26,6 +31,14 @@ class Engine(current.Engine):
         """The addresses of the layers' caches."""
         torch_xla.sync(wait=True)
         return [torch_xla._XLAC._unsafe_buffer_pointer(cache) for cache in self.caches]
+
+
+def _import_model(path: Path) -> None:
+    """Give vLLM the model's class: it would start a process for each one, to look at it."""
+    from vllm import ModelRegistry
+
+    (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ def test_logprobs(running):
     (output,) = running.generate([PROMPTS[2]], 3, logprobs=4)
     for token, top in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
         assert top[token].logprob == max(entry.logprob for entry in top.values())
-        assert math.exp(sum(sorted((e.logprob for e in top.values()), reverse=True)[:1])) <= 1
+        assert len(top) >= 4
+        assert sum(math.exp(entry.logprob) for entry in top.values()) <= 1
 
 
 def test_stop_tokens(running, hf_tokens):
@@ -37,7 +38,7 @@ def test_stop_tokens(running, hf_tokens):
 def test_structured_output(running):
     from vllm.sampling_params import StructuredOutputsParams
 
-    choices = ["t17 t18", "t21"]
+    choices = ["t17", "t21"]
     asked = StructuredOutputsParams(choice=choices)
     outputs = running.generate([PROMPTS[2], PROMPTS[3]], 8, ignore_eos=False, structured_outputs=asked)
     assert all(output.outputs[0].text.strip() in choices for output in outputs)

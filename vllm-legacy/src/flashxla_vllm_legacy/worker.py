@@ -9,7 +9,7 @@ import torch_xla
 import torch_xla.backends
 import torch_xla.core.xla_model as xm
 
-from flashxla_vllm_legacy import memory, overrides
+from flashxla_vllm_legacy import device, memory, overrides
 
 overrides.apply()
 
@@ -32,8 +32,8 @@ class XlaWorker(TPUWorker):
         self._init_tpu_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank
         )
-        if self.model_config.dtype == torch.float32:
-            # As PyTorch computes float32; XLA's default on GPUs is TF32.
+        if self.model_config.dtype == torch.float32 and device.is_gpu():
+            # As PyTorch computes float32; XLA's default there is TF32.
             torch_xla.backends.set_mat_mul_precision("highest")
         self.device = self.device_config.device = torch_xla.device()
         set_random_seed(self.model_config.seed)
