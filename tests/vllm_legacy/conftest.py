@@ -11,6 +11,7 @@ import os
 os.environ.update(
     PJRT_DEVICE="CPU",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_XLA_CHECK_RECOMPILATION="1",  # a program that is compiled after the start is an error
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",

@@ -44,6 +44,12 @@ def test_other_devices(checkpoint, monkeypatch):
         pass
 
 
+def test_spmd(checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_XLA_USE_SPMD", "1")
+    with pytest.raises(Exception, match="does not support VLLM_XLA_USE_SPMD=1"), engine(checkpoint("llama")):
+        pass
+
+
 def test_attention_layers_that_no_accepted_architecture_has():
     from flashxla_vllm_legacy.attention import FlashXlaImpl
 

@@ -17,7 +17,6 @@ import flashxla.torch as fx
 LAYOUT = "packed_NHD"
 # The names of vLLM's --kv-cache-dtype, and flashxla's.
 FP8_FORMATS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-BLOCK_SIZE = 16
 
 
 class FlashXlaBackend(AttentionBackend):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_BLOCK_SIZE: Any = 16
+
+
 class XlaPlatform(Platform):
     """CPU and NVIDIA GPUs through PyTorch/XLA."""
 
@@ -37,12 +40,11 @@ class XlaPlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
 
         from flashxla_vllm_legacy import device, refusals
-        from flashxla_vllm_legacy.attention import BLOCK_SIZE
 
         refusals.check(vllm_config)
         vllm_config.parallel_config.worker_cls = "flashxla_vllm_legacy.worker.XlaWorker"
         if vllm_config.cache_config.block_size is None:
-            vllm_config.cache_config.block_size = BLOCK_SIZE
+            vllm_config.cache_config.block_size = _BLOCK_SIZE
         # One trace by dynamo serves all sizes; XLA compiles a program for each.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         size = getattr(parallel, f"{name}_parallel_size")
         if size > 1:
             yield f"--{name}-parallel-size {size} (accepted: 1); flashxla-vllm for the current vLLM does"
+    if os.environ.get("VLLM_XLA_USE_SPMD", "0") != "0":
+        yield "VLLM_XLA_USE_SPMD=1"
     if vllm_config.scheduler_config.async_scheduling:
         yield "--async-scheduling (the runner returns each step's tokens before the next)"
     if vllm_config.speculative_config is not None:
