@@ -42,6 +42,7 @@ def test_preemption_and_aborts(checkpoint, hf_tokens):
 
 def test_more_requests_than_a_step_takes(checkpoint, hf_tokens):
     with engine(checkpoint("llama"), max_num_seqs=3) as running:
-        assert running.runner.check_recompilation and running.runner.num_xla_graphs > 0  # conftest.py asks for it
+        # conftest.py asks for it.
+        assert running.runner.check_recompilation and running.runner.num_xla_graphs > 0
         assert running.greedy(PROMPTS * 3) == hf_tokens("llama") * 3
         assert running.greedy(PROMPTS[::-1]) == hf_tokens("llama")[::-1]
