@@ -78,6 +78,7 @@ def test_device_by_default(gpus, chosen, monkeypatch):
     assert os.environ["PJRT_DEVICE"] == chosen
 
 
+@pytest.mark.skipif(device.is_gpu(), reason="of the CPU's memory")
 def test_utilization_sizes_the_cache(checkpoint):
     options = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     with engine(checkpoint("llama"), **options) as running:
