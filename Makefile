@@ -3,6 +3,7 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
+LEGACY_BIN := .venv-vllm-legacy/bin
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
@@ -11,7 +12,8 @@ NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm soak-vllm lock-vllm clean
+.PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy \
+  lock-vllm-legacy clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -111,5 +113,38 @@ lock-vllm: .venv-vllm/packages  ## choose the versions in vllm-plugin/*.lock ane
 	  --no-binary vllm --generate-hashes --no-emit-index-url --no-emit-find-links \
 	  --custom-compile-command "make lock-vllm" -o vllm-plugin/vllm.lock
 
+# The last vLLM with a runner for PyTorch/XLA, in a third environment.
+vllm-legacy: .venv-vllm-legacy/built  ## vLLM 0.13 on PyTorch/XLA with flashxla, in .venv-vllm-legacy (docs/vllm-legacy.md)
+
+test-vllm-legacy: .venv-vllm-legacy/built  ## vLLM 0.13 on a CPU: tokens, scheduling, server
+	@PYTHONDONTWRITEBYTECODE= $(LEGACY_BIN)/python -m pytest -c vllm-legacy/pyproject.toml --rootdir . -v tests/vllm_legacy
+
+.venv-vllm-legacy/packages: vllm-legacy/requirements.lock vllm-legacy/vllm.lock
+	@echo "== packages into .venv-vllm-legacy (about 3 GB to download, 2 to 4 minutes)"
+	@python=$$(vllm-plugin/find-python) && "$$python" -m venv --clear .venv-vllm-legacy
+	@$(LEGACY_BIN)/python -m pip install -q "$$(grep -oE '^uv==[^ ]+' requirements.lock)"
+	@$(LEGACY_BIN)/uv pip install --python $(LEGACY_BIN)/python --no-deps --require-hashes -r vllm-legacy/requirements.lock
+	@echo "== vLLM 0.13, without kernels of its own"
+	@VLLM_TARGET_DEVICE=empty $(LEGACY_BIN)/uv pip install --python $(LEGACY_BIN)/python --no-deps --no-build-isolation \
+	  --no-binary vllm --require-hashes -r vllm-legacy/vllm.lock
+	@touch $@
+
+.venv-vllm-legacy/built: .venv-vllm-legacy/packages pyproject.toml $(NATIVE_SOURCES) $(shell find src -name '*.py') vllm-legacy/pyproject.toml
+	@echo "== flashxla into .venv-vllm-legacy (about 1 minute)"
+	@$(LEGACY_BIN)/uv pip install -q --python $(LEGACY_BIN)/python --no-deps --reinstall-package flashxla . -C build-dir=build/vllm-legacy
+	@$(LEGACY_BIN)/uv pip install -q --python $(LEGACY_BIN)/python --no-deps --editable ./vllm-legacy
+	@touch $@
+
+lock-vllm-legacy: .venv-vllm-legacy/packages  ## choose the versions in vllm-legacy/*.lock anew
+	@mkdir -p build
+	@$(LEGACY_BIN)/python -c "from importlib.metadata import requires; \
+	  print(*(r for r in requires('vllm') if 'extra ==' not in r), sep='\n')" > build/vllm-legacy-requires.txt
+	@$(LEGACY_BIN)/uv pip compile -q --upgrade vllm-legacy/requirements.in build/vllm-legacy-requires.txt \
+	  --override vllm-legacy/overrides.txt --python-version 3.12 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock-vllm-legacy" -o vllm-legacy/requirements.lock
+	@grep -oE 'vllm==[0-9.]+' vllm-legacy/pyproject.toml | $(LEGACY_BIN)/uv pip compile -q - --no-deps --python-version 3.12 \
+	  --no-binary vllm --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock-vllm-legacy" -o vllm-legacy/vllm.lock
+
 clean:  ## forget what was built
-	@rm -rf .venv .venv-vllm build dist
+	@rm -rf .venv .venv-vllm .venv-vllm-legacy build dist

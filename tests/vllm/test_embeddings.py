@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from tests.vllm.checkpoints import PROMPTS
 from tests.vllm.engine import engine
-from tests.vllm.test_server import start, stop
+from tests.vllm.server import start, stop
 
 # The last is longer than a step's tokens: it comes in chunks.
 TEXTS = [*PROMPTS, list(range(100, 300))]

@@ -15,7 +15,7 @@ from flashxla_vllm.channel import Receiver, Sender
 from jax._src import xla_bridge
 
 from tests.vllm.checkpoints import PROMPTS, words
-from tests.vllm.test_server import Server, start, stop
+from tests.vllm.server import Server, start, stop
 
 # One program for each number of tokens: few of them start sooner.
 FEW_PROGRAMS = ("--max-num-batched-tokens", "16", "--max-num-seqs", "8")

@@ -20,10 +20,11 @@ def installed() -> dict[str, str]:
     """The hashes of what is installed, by the names in OVERRIDES; a name that is gone has the hash "missing"."""
     from flashxla_vllm.overrides import OVERRIDES
 
-    return {name: _hash(name) for name in sorted({name for names in OVERRIDES.values() for name in names})}
+    return {name: hash_of(name) for name in sorted({name for names in OVERRIDES.values() for name in names})}
 
 
-def _hash(name: str) -> str:
+def hash_of(name: str) -> str:
+    """The hash of "module:name" or "module" as it is installed, or "missing"."""
     module, _, qualified = name.partition(":")
     package, *rest = module.split(".")
     root = Path(importlib.util.find_spec(package).origin).parent
@@ -34,6 +35,25 @@ def _hash(name: str) -> str:
     source = file.read_text()
     found = source if not qualified else _segment(source, qualified.split("."))
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else "missing"
+
+
+def replacements(file: Path) -> list[str]:
+    """What a source file does to modules and classes that it has imported: assignments to their attributes."""
+    tree = ast.parse(file.read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
+    return [
+        ast.unparse(target)
+        for target in targets
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.value, ast.Name)
+        and target.value.id in imported
+    ]
 
 
 def _segment(source: str, path: list[str]) -> str | None:
