@@ -39,9 +39,24 @@ def a_config(utilization=0.9, stated=None):
 
 
 def test_activations_are_reserved():
-    """A step of this shape was measured to need 1.4 GiB beside weights and cache (docs/vllm.md)."""
+    """A step of this shape was measured to need 3.35 GiB on an H200, in one piece, beside weights and cache."""
     reserve = memory.activation_bytes(a_config())
-    assert 1.4 * GIBI < reserve < 4 * GIBI
+    assert 3.35 * GIBI < reserve < 6 * GIBI
+
+
+def test_room_for_a_step_is_kept_while_the_cache_is_allocated():
+    device = jax.local_devices()[0]
+    before = len(jax.live_arrays())
+    with memory.room_for_step(4 << 20, [device]):
+        piece = max(jax.live_arrays(), key=lambda array: array.nbytes * (array.dtype == "uint8"))
+        assert (piece.nbytes, piece.device) == (4 << 20, device)
+    assert piece.is_deleted() and len(jax.live_arrays()) == before
+    with (
+        pytest.raises(ValueError, match=r"needs 4 MiB.*--max-num-batched-tokens"),
+        memory.room_for_step(4 << 20, [device]),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert len(jax.live_arrays()) == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,7 +68,7 @@ def test_activations_of_each_family(family, checkpoint):
     )
     config = arguments.create_engine_config()
     logits = config.scheduler_config.max_num_seqs * 512 * 4 * 4
-    assert logits < memory.activation_bytes(config) < logits + (4 << 20)
+    assert logits < memory.activation_bytes(config) < logits + (6 << 20)
 
 
 def test_budget_of_gpus(monkeypatch):

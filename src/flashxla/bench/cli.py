@@ -14,6 +14,7 @@ from flashxla import install, output_file
 
 TOPICS = ("prefill", "decode", "kv_write")
 STRATEGIES = "strategies"
+VLLM = "vllm"
 # Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
 STUDY = ("mixed", "overhead", "plan", "step")
 _EVERYTHING = (None, "all")
@@ -29,10 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*TOPICS, *STUDY, STRATEGIES, "all"),
+        choices=(*TOPICS, *STUDY, STRATEGIES, VLLM, "all"),
         help="what to measure; everything that the device has if left out. strategies: ways to write a cache from "
         "PyTorch/XLA, on the cpu. On GPUs, from a checkout: mixed batches, overhead in a jitted program, plan (one "
-        "for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B)",
+        "for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B). vllm: the engine, where "
+        "the plugin for vLLM is installed (docs/vllm.md)",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also time PyTorch's and JAX's own ways, in turn with ours"
@@ -92,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files that were asked for. Returns the exit code."""
     # A parent of the measuring process: neither may take the whole GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.name == VLLM:
+        return _vllm(args)
     root = checkout()
     args.device = args.device or ("cuda" if _sees_cuda(root) else "cpu")
     in_study = root is not None and (args.device == "cuda" or args.name in STUDY)
@@ -126,6 +130,23 @@ def run(args: argparse.Namespace) -> int:
 
         plot.draw(content, args.plot)
     return 0
+
+
+def _vllm(args: argparse.Namespace) -> int:
+    """The plugin for vLLM measures its engine."""
+    args.device = args.device or ("cuda" if _sees_cuda(checkout()) else "cpu")
+    problem = _unwritable(args, in_study=False)
+    if importlib.util.find_spec("flashxla_vllm") is None:
+        problem = "vllm needs the plugin for vLLM: make vllm, then .venv-vllm/bin/flashxla (docs/vllm.md)"
+    elif args.plot and importlib.util.find_spec("matplotlib") is None:
+        problem = "needs matplotlib: pip install matplotlib"
+    elif args.device == "cpu" and not args.quick:
+        problem = "vllm measures GPUs; with --quick it runs on the cpu, to see that it does"
+    if problem:
+        print(f"flashxla bench: {problem}", file=sys.stderr)
+        return 2
+    exit_code: int = importlib.import_module("flashxla_vllm.bench.command").run(args)
+    return exit_code
 
 
 def _unwritable(args: argparse.Namespace, in_study: bool) -> str | None:

@@ -7,6 +7,7 @@ place: each step donates it. A mesh splits its pages (data parallel) and its hea
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.utils import get_mesh_shape_product
 
 import flashxla.jax as fx
+from flashxla_vllm import xla_attention
 
 LAYOUT = "packed_NHD"
 _FP8_FORMATS = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
@@ -51,6 +53,19 @@ def attend(
     num_seqs: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The new cache and the output, [tokens, heads, head size], on one device."""
+    if os.environ.get("FLASHXLA_VLLM_ATTENTION") == "xla":
+        _refuse_unless_plain(mask, kv_cache, sinks, alibi_slopes)
+        return xla_attention.attend(
+            mask.scale,
+            kv_cache,
+            query,
+            key,
+            value,
+            context_lens,
+            block_tables,
+            query_start_loc,
+            num_seqs,
+        )
     fp8 = _FP8_FORMATS.get(str(kv_cache.dtype))
     options: dict[str, Any] = {
         "scale": mask.scale,
@@ -71,6 +86,12 @@ def attend(
         key, value = key.astype(kv_cache.dtype), value.astype(kv_cache.dtype)
     out, kv_cache = fx.ragged_paged_attention(query, key, value, kv_cache, *index, **options)
     return kv_cache, out
+
+
+def _refuse_unless_plain(mask: Mask, kv_cache: jax.Array, *others: jax.Array | None) -> None:
+    plain = Mask(mask.scale, k_scale=mask.k_scale, v_scale=mask.v_scale)
+    if mask != plain or str(kv_cache.dtype) in _FP8_FORMATS or any(x is not None for x in others):
+        raise NotImplementedError("FLASHXLA_VLLM_ATTENTION=xla, for comparison, has causal attention alone")
 
 
 def attend_on_mesh(

@@ -236,7 +236,10 @@ def weights_go_straight_to_their_devices() -> None:
         return (weights.dummy if drawn and tensor.numel() >= weights.LARGE else weights.put)(tensor, sharding)
 
     def load(layer: Any, name: str, sharding: Any, stage_on_host: bool = False) -> Any:
-        return place(getattr(layer, name), sharding)
+        tensor = getattr(layer, name)
+        if tensor.device.type == "meta":  # a layer that an embedding model does not use
+            return load_unused(layer, name, sharding)
+        return place(tensor, sharding)
 
     def convert(tensor: Any, sharding: Any) -> Any:
         if isinstance(tensor, cleanup_sharding.torchax.tensor.Tensor):
@@ -247,6 +250,7 @@ def weights_go_straight_to_their_devices() -> None:
         if tensor.numel() < weights.LARGE:
             initialize_small(tensor, **kwargs)
 
+    load_unused = unquantized._load_weight_for_layer
     unquantized._load_weight_for_layer = load
     convert_converted = _replace(cleanup_sharding.__name__, "_convert_to_torchax_and_shard", convert)
     initialize_small = dummy_loader.initialize_single_dummy_weight

@@ -49,12 +49,14 @@ class XlaWorker(TPUWorker):
         flush = manager._flush_compilations
 
         def flush_with_cache() -> None:
-            for compilation in manager._compile_futures:
-                compilation.exception()  # waits; flush raises it
+            # flush raises what others raised
+            done = [f.result() for f in manager._compile_futures if f.exception() is None]
             if any(isinstance(cache, jax.ShapeDtypeStruct) for cache in runner.kv_caches):
-                runner.kv_caches.clear()
-                runner.layer_name_to_kvcache_index.clear()
-                runner.reinitialize_kv_cache()
+                largest = max((program.memory_analysis().temp_size_in_bytes for program in done), default=0)
+                with memory.room_for_step(largest, processes.own_devices(self.devices)):
+                    runner.kv_caches.clear()
+                    runner.layer_name_to_kvcache_index.clear()
+                    runner.reinitialize_kv_cache()
             flush()
 
         if manager._compile_executor is not None:
