@@ -329,6 +329,7 @@ def paged_attention(
     alibi_slopes: Array | None = None,
     s_aux: Array | None = None,
     return_softmax_lse: bool = False,
+    max_seqlen_q: int | None = None,  # of no effect
 ) -> tuple[Array, Array]:
     """Returns (out, lse) whatever return_softmax_lse says."""
     keys, values = (decode(view, kv_cache_dtype) for view in _views(kv_cache, layout))

@@ -91,6 +91,21 @@ def test_cuda(framework: str) -> None:
     assert f"{got.plan_bytes} bytes" in str(got) and f"because: {got.reason}" in str(got)
 
 
+def test_a_step_that_only_decodes() -> None:
+    """With one query promised for each sequence there is a kernel for few queries and no other."""
+    torch = pytest.importorskip("torch")
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    query, cache = torch.ones(64, 32, 128).bfloat16(), torch.ones(9, 16, 8, 256).bfloat16()
+    index = [torch.zeros(shape, dtype=torch.int32) for shape in ((64,), (64, 9), (65,), (1,))]
+    options = {"scale": 0.1, "layout": "packed_NHD", "platform": "cuda"}
+    any_length = flashxla.explain("paged_attention", query, cache, *index, **options)
+    decode = flashxla.explain("paged_attention", query, cache, *index, **options, max_seqlen_q=1)
+    assert len(any_length.kernels) > 1
+    assert [kernel.work for kernel in decode.kernels] == ["all queries"]
+    assert decode.kernels[0].name == any_length.kernels[0].name == "split"
+
+
 @pytest.mark.parametrize("framework", ARGUMENTS)
 def test_functions_and_keywords(framework: str) -> None:
     arguments = ARGUMENTS[framework]()

@@ -234,6 +234,8 @@ ERRORS = [
     ("ragged", {"alibi_slopes": t(3, 4)}, ValueError, "alibi_slopes", "[3, 4]", "[Hq] or [S, Hq]"),
     ("ragged", {"causal": None}, TypeError, "causal", "None (NoneType)", "bool"),
     ("ragged", {"return_softmax_lse": 2.5}, TypeError, "return_softmax_lse", "2.5 (float)", "bool"),
+    ("ragged", {"max_seqlen_q": -1}, ValueError, "max_seqlen_q", "-1", "None or a number of tokens >= 0"),
+    ("fused", {"max_seqlen_q": 1.0}, TypeError, "max_seqlen_q", "1.0 (float)", "int"),
     ("ragged", {"window_size": 4}, TypeError, "window_size", "4 (int)", "a pair (left, right)"),
     ("ragged", {"window_size": (1,)}, ValueError, "window_size", "(1,)", "a pair (left, right)"),
     ("ragged", {"window_size": (-2, 0)}, ValueError, "window_left", "-2", "-1 (unlimited)"),

@@ -45,7 +45,15 @@ PAGED = [
     Case(BATCH, page=8, layout="HND", dim=40, v_dim=72),
 ]
 # What the aliases have no argument for.
-NEWER = ("return_softmax_lse", "causal", "window_left", "window_right", "alibi_slopes", "s_aux")
+NEWER = (
+    "return_softmax_lse",
+    "causal",
+    "window_left",
+    "window_right",
+    "alibi_slopes",
+    "s_aux",
+    "max_seqlen_q",
+)
 RAGGED = [
     (Case(BATCH, page=8, layout="NHD", pad_tokens=2, lse=False), "same", None),
     (Case(BATCH, page=8, layout="interleaved", cache="u8:e4m3", descale="H"), "bf16", "i64"),

@@ -65,6 +65,24 @@ def test_case(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
     check(frontend, paged_attention_arguments(rng, case))
 
 
+# Lengths, and the longest that is promised.
+PROMISED = [
+    (((1, 9), (1, 300), (0, 4), (1, 1)), 1),
+    (((1, 9), (1, 300), (0, 4), (1, 1)), 3),
+    (((3, 70), (2, 2), (1, 33)), 3),
+    (((3, 70), (40, 90)), 1000),
+]
+
+
+@pytest.mark.parametrize(("lens", "longest"), PROMISED)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_promised_lengths(
+    frontend: Frontend, rng: np.random.Generator, lens: tuple[tuple[int, int], ...], longest: int, dtype: str
+) -> None:
+    case = Case(lens, (8, 2), 64, dtype, page=16, layout="packed_NHD", pad_tokens=5, pad_seqs=2)
+    check(frontend, paged_attention_arguments(rng, case) | {"max_seqlen_q": longest})
+
+
 # pytorch/xla's test/test_pallas.py, but not every dtype with every page size: a case takes a second.
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1)], ids=str)

@@ -78,6 +78,14 @@ def test_case(frontend: Frontend, rng: np.random.Generator, case: Case, new: str
     check(frontend, ragged_paged_attention_arguments(rng, case, new, slots))
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_promised_lengths(frontend: Frontend, rng: np.random.Generator, dtype: str) -> None:
+    """Of a step that only decodes."""
+    lens = ((1, 9), (1, 300), (0, 4), (1, 1))
+    case = Case(lens, (8, 2), 64, dtype, page=16, layout="packed_NHD", pad_tokens=5, pad_seqs=2)
+    check(frontend, ragged_paged_attention_arguments(rng, case, "same", None) | {"max_seqlen_q": 1})
+
+
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def paged_attention(
     alibi_slopes: Any = None,
     s_aux: Any = None,
     return_softmax_lse: bool = False,
+    max_seqlen_q: int | None = None,
 ) -> Any:
     """Ragged paged attention: prefill, decode and mixed batches in one call.
 
@@ -53,6 +54,8 @@ def paged_attention(
         alibi_slopes: float32 [Hq] or [S, Hq]; adds -slope * |distance of query and key| after the soft cap.
         s_aux: [Hq] attention sinks: exp(s_aux) joins the softmax's denominator.
         return_softmax_lse: also return the log of the softmax's denominator.
+        max_seqlen_q: upper bound of each sequence's queries, part of the compiled program; None is T. A step that
+            only decodes is faster with 1.
 
     Returns:
         out [T, Hq, Dv] in query's dtype (bfloat16 for a float8 query); with return_softmax_lse also the natural-log
@@ -86,6 +89,7 @@ def paged_attention(
         alibi_slopes,
         s_aux,
         return_softmax_lse,
+        max_seqlen_q,
     )
 
 
@@ -112,6 +116,7 @@ def ragged_paged_attention(
     alibi_slopes: Any = None,
     s_aux: Any = None,
     return_softmax_lse: bool = False,
+    max_seqlen_q: int | None = None,
 ) -> Any:
     """Write new keys and values into a paged cache, in place, and attend to the whole of it: one call a layer.
 
@@ -162,6 +167,7 @@ def ragged_paged_attention(
         alibi_slopes,
         s_aux,
         return_softmax_lse,
+        max_seqlen_q,
     )
 
 
@@ -170,6 +176,11 @@ def _resolve(inputs: Inputs, element: str, layout: str) -> Resolution:
     if window is not None and window < 1:
         raise inputs.value_error("sliding_window", window, "None or a number of keys >= 1")
     left = attention.window_side(inputs, "window_left")
+    longest = inputs["max_seqlen_q"]
+    if longest is None:
+        longest = inputs["query"].shape[0]
+    elif longest < 0:
+        raise inputs.value_error("max_seqlen_q", longest, "None or a number of tokens >= 0")
     capacity = inputs["block_tables"].shape[1] * inputs.size("B")
     return Resolution(
         attributes={
@@ -178,7 +189,7 @@ def _resolve(inputs: Inputs, element: str, layout: str) -> Resolution:
             "causal": int(inputs["causal"]),
             "window_left": left if window is None else attention.int32(window - 1),
             "window_right": attention.window_side(inputs, "window_right"),
-            "max_seqlen_q": attention.int32(inputs["query"].shape[0]),
+            "max_seqlen_q": attention.int32(longest),
             "max_seqlen_k": attention.int32(capacity),
             "softmax_scale": attention.finite(inputs, "scale"),
             "softcap": attention.softcap(inputs, "soft_cap"),
@@ -233,6 +244,7 @@ def _mask_parameters() -> tuple[Parameter, ...]:
         Tensor("alibi_slopes", "Hq|S Hq", ("float32",), "alibi_slopes", optional=True),
         Tensor("s_aux", "Hq", FLOATS, "sinks", optional=True),
         Scalar("return_softmax_lse", bool, False),
+        Scalar("max_seqlen_q", int, None),
     )
 
 
