@@ -12,10 +12,10 @@ from tests.vllm.engine import engine
 HEADS, KV_HEADS, SIZE, PAGE, PAGES = 4, 2, 64, 16, 8
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2"]
-)  # a JAX model quantises before the write, a PyTorch model not
-def test_engine_with_fp8_cache(family, checkpoint, hf_tokens):
+# A JAX model quantises before the write, a PyTorch model does not.
+@pytest.mark.parametrize("models", ["flax_nnx", "vllm"])
+def test_engine_with_fp8_cache(models, checkpoint, monkeypatch, family="llama"):
+    monkeypatch.setenv("MODEL_IMPL_TYPE", models)
     with engine(checkpoint(family), kv_cache_dtype="fp8", max_logprobs=5) as running:
         assert str(running.runner.kv_caches[0].dtype) == "float8_e4m3fn"
         before = running.cache_pointers()

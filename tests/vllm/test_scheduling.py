@@ -1,6 +1,7 @@
 """What vLLM's scheduler does to the cache: tokens stay Hugging Face's, pointers stay, every block comes back."""
 
 import pytest
+from flashxla_vllm import attention
 
 from tests.vllm.checkpoints import PROMPTS
 from tests.vllm.engine import engine
@@ -8,7 +9,7 @@ from tests.vllm.engine import engine
 LONG = [[(7 * i + 3) % 500 + 5 for i in range(200)], [(11 * i) % 500 + 5 for i in range(150)], [8, 9]]
 
 
-@pytest.fixture(params=["llama", "gemma2"])  # a JAX model; a PyTorch model with two groups of layers
+@pytest.fixture(params=["llama", "gemma2"])  # gemma2 has two groups of layers
 def family(request):
     return request.param
 
@@ -16,6 +17,28 @@ def family(request):
 def test_chunked_prefill(family, checkpoint, hf_tokens):
     with engine(checkpoint(family), max_num_batched_tokens=32, max_num_seqs=4) as running:
         assert running.greedy(LONG) == hf_tokens(family, LONG)
+
+
+def test_decode_steps_have_their_own_programs(family, checkpoint, hf_tokens, monkeypatch):
+    """They promise one query for each sequence; no program is compiled while requests run."""
+    promises, steps, ask = [], [], attention.fx.ragged_paged_attention
+
+    def traced(*args, **options):
+        promises.append(options["max_seqlen_q"])
+        return ask(*args, **options)
+
+    def step(*args, shared_attention_metadata, **options):
+        steps.append(shared_attention_metadata.padded_num_reqs == attention.DECODE)
+        return run(*args, shared_attention_metadata=shared_attention_metadata, **options)
+
+    monkeypatch.setattr(attention.fx, "ragged_paged_attention", traced)
+    with engine(checkpoint(family)) as running:
+        run, running.runner.model_fn = running.runner.model_fn, step
+        assert set(promises) == {None, 1}
+        promises.clear()
+        assert running.greedy() == hf_tokens(family)
+        assert not promises
+        assert steps.count(True) >= 8 and steps.count(False) >= 2
 
 
 def test_prefix_caching(family, checkpoint, hf_tokens):

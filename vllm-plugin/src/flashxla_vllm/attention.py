@@ -23,6 +23,8 @@ import flashxla.jax as fx
 from flashxla_vllm import xla_attention
 
 LAYOUT = "packed_NHD"
+# What a step's metadata has as padded_num_reqs, which is part of the program, where each sequence has one query.
+DECODE = -2
 _FP8_FORMATS = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
@@ -37,6 +39,7 @@ class Mask:
     v_scale: float | None = None
     causal: bool = True
     write: bool = True
+    max_seqlen_q: int | None = None
 
 
 def attend(
@@ -78,6 +81,7 @@ def attend(
         "causal": mask.causal,
         "alibi_slopes": alibi_slopes,
         "s_aux": sinks,
+        "max_seqlen_q": mask.max_seqlen_q,
     }
     index = (context_lens, block_tables, query_start_loc, num_seqs)
     if not mask.write:  # the layer reads another layer's cache
@@ -89,7 +93,7 @@ def attend(
 
 
 def _refuse_unless_plain(mask: Mask, kv_cache: jax.Array, *others: jax.Array | None) -> None:
-    plain = Mask(mask.scale, k_scale=mask.k_scale, v_scale=mask.v_scale)
+    plain = Mask(mask.scale, k_scale=mask.k_scale, v_scale=mask.v_scale, max_seqlen_q=mask.max_seqlen_q)
     if mask != plain or str(kv_cache.dtype) in _FP8_FORMATS or any(x is not None for x in others):
         raise NotImplementedError("FLASHXLA_VLLM_ATTENTION=xla, for comparison, has causal attention alone")
 
@@ -137,6 +141,8 @@ def attend_on_mesh(
             num_seqs,
         )
 
+    if shared.padded_num_reqs == DECODE:
+        mask = dataclasses.replace(mask, max_seqlen_q=1)
     key, value = _a_head_for_each_device(mesh, key), _a_head_for_each_device(mesh, value)
     arguments = (
         kv_cache,

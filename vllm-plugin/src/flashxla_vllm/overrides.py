@@ -350,6 +350,55 @@ def experts_of_mxfp4_are_dequantised() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._prepare_inputs",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_backbone_text_only",
+    "tpu_inference.layers.common.attention_metadata:AttentionMetadata",
+    "tpu_inference.layers.common.attention_metadata:SharedAttentionMetadata",
+    "tpu_inference.layers.common.attention_metadata:GroupedAttentionMetadata",
+)
+def decode_steps_have_their_own_programs() -> None:
+    """A step in which each sequence has one token needs one of the attention's engines, but its program must know. The
+    metadata's static padded_num_reqs, which other models' kernels for TPUs read, tells it.
+    """
+    import dataclasses
+
+    from tpu_inference.layers.common.attention_metadata import GroupedAttentionMetadata
+    from tpu_inference.runner.compilation_manager import CompilationManager
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    from flashxla_vllm.attention import DECODE
+
+    def for_decode(metadata: Any) -> Any:
+        if isinstance(metadata, GroupedAttentionMetadata):
+            groups = tuple(map(for_decode, metadata.groups))
+            return GroupedAttentionMetadata(groups, metadata.layer_names_per_group)
+        return dataclasses.replace(metadata, padded_num_reqs=DECODE)
+
+    def prepare_inputs(self: Any, scheduler_output: Any) -> Any:
+        inputs = list(prepare(self, scheduler_output))
+        if max(scheduler_output.num_scheduled_tokens.values()) == 1:
+            inputs[2], inputs[-1] = for_decode(inputs[2]), for_decode(inputs[-1])
+        return tuple(inputs)
+
+    def precompile(self: Any) -> None:
+        compile_all(self)
+        runner = self.runner
+        tokens, sequences = runner.num_tokens_paddings, runner.attn_num_reqs_paddings
+        fewest = next((n for n in tokens if n >= runner.max_num_reqs), tokens[-1])
+        try:
+            runner.num_tokens_paddings = [n for n in tokens if n <= fewest]
+            runner.attn_num_reqs_paddings = [DECODE]
+            compile_all(self)
+        finally:
+            runner.num_tokens_paddings, runner.attn_num_reqs_paddings = tokens, sequences
+
+    prepare, TPUModelRunner._prepare_inputs = TPUModelRunner._prepare_inputs, prepare_inputs
+    compile_all = CompilationManager._precompile_backbone_text_only
+    CompilationManager._precompile_backbone_text_only = precompile
+
+
+@_override(
+    _WORKER,
     "tpu_inference.runner.compilation_manager:CompilationManager._run_compilation",
     "tpu_inference.runner.compilation_manager:CompilationManager._precompile_backbone_helper",
 )
