@@ -46,7 +46,7 @@ def test_budget_of_a_gpu(gpu):
     config = a_config()
     expected = int(133 * GIBI / 0.95 * 0.9) - 15 * GIBI - memory.activation_bytes(config)
     assert memory.available_for_cache(config, torch.device("xla:0")) == pytest.approx(expected, abs=4)
-    assert GIBI < memory.activation_bytes(config) < 4 * GIBI
+    assert 3.35 * GIBI < memory.activation_bytes(config) < 6 * GIBI
     assert memory.available_for_cache(a_config(stated=5 * GIBI), torch.device("xla:0")) == 5 * GIBI
 
 
