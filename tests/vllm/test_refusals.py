@@ -40,6 +40,11 @@ def test_ranks_that_span_machines(checkpoint):
     )
 
 
+def test_steps_that_loop_on_the_device(checkpoint):
+    config = {"enable_continue_decode": True}
+    refused(checkpoint("llama"), "enable_continue_decode", additional_config=config, async_scheduling=False)
+
+
 def test_lora(checkpoint):
     refused(checkpoint("llama"), "LoRA", enable_lora=True)
 

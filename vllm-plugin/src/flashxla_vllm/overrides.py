@@ -472,8 +472,6 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
     def modify_prev_results(self: Any) -> None:
         previous = self._pre_async_results
         original(self)
-        if getattr(previous, "is_continue_decode", False):
-            return
         left = [
             (index, state)
             for index, state, _ in previous.request_seq_lens

@@ -58,10 +58,6 @@ def check(vllm_config: VllmConfig) -> None:
     _not_with.clear()
     if vllm_config.speculative_config is not None:  # logits of several tokens a request
         _not_with["speculative decoding"] = {*sampling.PARAMETERS, *_STRUCTURED}
-    if (vllm_config.additional_config or {}).get(
-        "enable_continue_decode"
-    ):  # samples on the device, for many steps
-        _not_with["enable_continue_decode"] = {*sampling.PARAMETERS}
     if (
         vllm_config.parallel_config.data_parallel_size > 1
     ):  # tpu-inference cannot send a grammar to its schedulers
@@ -106,5 +102,7 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         yield "models with state-space or linear attention layers"
     speculative = vllm_config.speculative_config
+    if (vllm_config.additional_config or {}).get("enable_continue_decode"):
+        yield "enable_continue_decode (wrong tokens with asynchronous scheduling; a full cache stops the engine)"
     if speculative is not None and speculative.method != "ngram":
         yield f"speculative decoding by {speculative.method!r}; method 'ngram' works"
