@@ -30,6 +30,7 @@ def test_cache_is_updated_where_it_is(devices, sinks):
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
             request_distribution=distribution,
+            padded_num_reqs=2,
         )
         sink = jnp.ones((8,)) if sinks else None
         return attend_on_mesh(mesh, Mask(0.125, 32), cache, query, key, key, metadata, metadata, sink)

@@ -72,7 +72,7 @@ def room_for_step(step_bytes: int, devices: Sequence[Any]) -> Iterator[None]:
     Raises:
         ValueError: the cache does not fit beside it: the estimate of activation_bytes was too low for this model.
     """
-    pieces = [jax.device_put(jnp.zeros(step_bytes, jnp.uint8), device) for device in devices]
+    pieces = [jnp.zeros(step_bytes, jnp.uint8, device=device) for device in devices]
     try:
         jax.block_until_ready(pieces)
         yield
