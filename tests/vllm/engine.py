@@ -71,15 +71,20 @@ class Engine:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def close(self) -> None:
+        """Give its memory back."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        self.forget_programs()
+        gc.collect()
+
+    def forget_programs(self) -> None:
+        """Drop what was compiled for it."""
+        jax.clear_caches()
+
 
 @contextlib.contextmanager
 def engine(path: Path, **options: Any) -> Iterator[Engine]:
     """An engine; its memory is given back behind the block."""
-    running = Engine(path, **options)
-    try:
+    with contextlib.closing(Engine(path, **options)) as running:
         yield running
-    finally:
-        running.llm.llm_engine.engine_core.shutdown()
-        del running.llm
-        gc.collect()
-        jax.clear_caches()

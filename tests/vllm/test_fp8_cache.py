@@ -14,14 +14,14 @@ HEADS, KV_HEADS, SIZE, PAGE, PAGES = 4, 2, 64, 16, 8
 
 # A JAX model quantises before the write, a PyTorch model does not.
 @pytest.mark.parametrize("models", ["flax_nnx", "vllm"])
-def test_engine_with_fp8_cache(models, checkpoint, monkeypatch, family="llama"):
+def test_engine_with_fp8_cache(models, checkpoint, monkeypatch):
     monkeypatch.setenv("MODEL_IMPL_TYPE", models)
-    with engine(checkpoint(family), kv_cache_dtype="fp8", max_logprobs=5) as running:
+    with engine(checkpoint("llama"), kv_cache_dtype="fp8", max_logprobs=5) as running:
         assert str(running.runner.kv_caches[0].dtype) == "float8_e4m3fn"
         before = running.cache_pointers()
         quantised = running.generate(PROMPTS, 1, logprobs=5)
         assert running.cache_pointers() == before
-    with engine(checkpoint(family), max_logprobs=5) as running:
+    with engine(checkpoint("llama"), max_logprobs=5) as running:
         exact = running.generate(PROMPTS, 1, logprobs=5)
     # The first token depends on attention to the quantised prompt.
     errors = []

@@ -100,8 +100,8 @@ def test_nothing_left_is_an_error(monkeypatch):
 
 def test_cpu_memory_is_split_among_virtual_devices():
     device = jax.local_devices()[0]
-    assert memory.device_limit(device) * 2 == pytest.approx(memory.machine_memory(), abs=2)
-    assert memory.machine_memory() <= psutil.virtual_memory().total
+    assert memory.device_limit(device) * 2 == pytest.approx(memory.machine_bytes(), abs=2)
+    assert memory.machine_bytes() <= psutil.virtual_memory().total
 
 
 def test_cpu_never_takes_more_than_is_free(checkpoint):

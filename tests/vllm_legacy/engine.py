@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,10 @@ class Engine(current.Engine):
         torch_xla.sync(wait=True)
         return [torch_xla._XLAC._unsafe_buffer_pointer(cache) for cache in self.caches]
 
+    def forget_programs(self) -> None:
+        """Drop what was compiled for it."""
+        torch._dynamo.reset()
+
 
 def _import_model(path: Path) -> None:
     """Give vLLM the model's class: it would start a process for each one, to look at it."""
@@ -44,11 +47,5 @@ def _import_model(path: Path) -> None:
 @contextlib.contextmanager
 def engine(path: Path, **options: Any) -> Iterator[Engine]:
     """An engine; its memory is given back behind the block."""
-    running = Engine(path, **options)
-    try:
+    with contextlib.closing(Engine(path, **options)) as running:
         yield running
-    finally:
-        running.llm.llm_engine.engine_core.shutdown()
-        del running.llm
-        torch._dynamo.reset()
-        gc.collect()

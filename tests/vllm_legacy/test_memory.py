@@ -8,7 +8,7 @@ import pytest
 import torch
 from flashxla_vllm_legacy import device, memory
 
-from flashxla.generate.memory import machine_bytes
+from flashxla.machine import machine_bytes
 from tests.vllm_legacy.engine import engine
 
 GIBI = 1 << 30

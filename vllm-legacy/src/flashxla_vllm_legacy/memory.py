@@ -14,7 +14,7 @@ import torch_xla.core.xla_model as xm
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from flashxla.generate.memory import machine_bytes
+from flashxla.machine import machine_bytes
 from flashxla_vllm_legacy import device as devices
 
 logger = init_logger("vllm.flashxla")

@@ -112,34 +112,12 @@ def attend_on_mesh(
 ) -> tuple[jax.Array, jax.Array]:
     """`attend`, each device on its own heads and sequences."""
 
-    def on_device(
-        kv_cache: jax.Array,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        sinks: jax.Array | None,
-        alibi_slopes: jax.Array | None,
-        context_lens: jax.Array,
-        block_tables: jax.Array,
-        query_start_loc: jax.Array,
-        distribution: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    def on_device(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        *before, context_lens, block_tables, query_start_loc, distribution = arrays
         tables = block_tables.reshape(context_lens.shape[0], -1)
         # distribution: the numbers of decoding sequences, of those and prefills, and of all.
-        num_seqs = distribution[2:3]
-        return attend(
-            mask,
-            kv_cache,
-            query,
-            key,
-            value,
-            sinks,
-            alibi_slopes,
-            context_lens,
-            tables,
-            query_start_loc,
-            num_seqs,
-        )
+        own = [*before, context_lens, tables, query_start_loc, distribution[2:3]]
+        return attend(mask, *own)
 
     if shared.padded_num_reqs == DECODE:
         mask = dataclasses.replace(mask, max_seqlen_q=1)

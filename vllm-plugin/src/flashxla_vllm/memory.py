@@ -17,6 +17,8 @@ import psutil
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from flashxla.machine import machine_bytes
+
 logger = init_logger("vllm.flashxla")
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -26,7 +28,6 @@ _JAX_DEFAULT_FRACTION = 0.75
 _LIVE_ACTIVATIONS = 6
 _LIVE_LOGITS = 4
 _MEBI = 1 << 20
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def claim_device_memory(vllm_config: VllmConfig) -> None:
@@ -101,7 +102,7 @@ def owned_bytes(device: Any, utilization: float) -> int:
 def device_limit(device: Any) -> int:
     """The bytes that JAX may allocate on a device. The CPU's memory is split among its (virtual) devices."""
     if device.platform == "cpu":
-        return machine_memory() // len(jax.local_devices())
+        return machine_bytes() // len(jax.local_devices())
     return int(device.memory_stats()["bytes_limit"])
 
 
@@ -110,18 +111,6 @@ def used_bytes(device: Any) -> int:
     if device.platform == "cpu":
         return psutil.Process().memory_info().rss // len(jax.local_devices())
     return int(device.memory_stats()["bytes_in_use"])
-
-
-def machine_memory() -> int:
-    """The machine's memory, or the container's where that is less."""
-    limits = [psutil.virtual_memory().total]
-    for path in _CGROUP_LIMITS:
-        try:
-            with open(path) as file:
-                limits.append(int(file.read()))
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-    return min(limits)
 
 
 def activation_bytes(vllm_config: VllmConfig) -> int:

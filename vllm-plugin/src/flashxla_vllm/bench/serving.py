@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,9 +27,9 @@ def measure(settings: dict[str, Any], environment: dict[str, str], log: str) -> 
 
 @contextlib.contextmanager
 def _server(settings: dict[str, Any], environment: dict[str, str], log: str) -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from vllm.utils.network_utils import get_open_port
+
+    port = get_open_port()
     chosen = child.options(settings)
     command = [
         sys.executable,
