@@ -41,6 +41,14 @@ def test_decode_steps_have_their_own_programs(family, checkpoint, hf_tokens, mon
         assert steps.count(True) >= 8 and steps.count(False) >= 2
 
 
+@pytest.mark.parametrize("option", ["enforce_eager", "one worker"])
+def test_programs_compiled_while_requests_run_or_one_by_one(option, checkpoint, hf_tokens, monkeypatch):
+    if option == "one worker":
+        monkeypatch.setenv("NUM_PRECOMPILE_WORKERS", "1")
+    with engine(checkpoint("llama"), enforce_eager=option == "enforce_eager") as running:
+        assert running.greedy() == hf_tokens("llama")
+
+
 def test_prefix_caching(family, checkpoint, hf_tokens):
     shared = [(5 * i) % 400 + 20 for i in range(80)]
     prompts = [[*shared, i, i + 1, 3 * i] for i in range(10, 16)]

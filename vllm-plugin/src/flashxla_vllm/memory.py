@@ -6,9 +6,8 @@ do not need is the cache's. `--kv-cache-memory-bytes` states the cache's size in
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,11 +22,12 @@ logger = init_logger("vllm.flashxla")
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _JAX_DEFAULT_FRACTION = 0.75
-# Copies of a step's widest activations that XLA keeps at a time, and of the sampler's float32 logits. XLA needed 4.3
-# of the first for a step of 8192 tokens of Llama 3 8B.
+# Copies of a step's widest activations that XLA keeps at a time, and of the sampler's float32 logits. On an H200 XLA
+# needed 4.3 of the first for a step of 8192 tokens of Llama 3 8B, and 12 of the second, while 4 more were arguments.
 _LIVE_ACTIVATIONS = 6
-_LIVE_LOGITS = 4
+_LIVE_LOGITS = 16
 _MEBI = 1 << 20
+_KEPT_BY_PROGRAMS = 256 * _MEBI
 
 
 def claim_device_memory(vllm_config: VllmConfig) -> None:
@@ -64,27 +64,35 @@ def available_for_cache(vllm_config: VllmConfig, devices: Sequence[Any]) -> int:
     return left
 
 
-@contextlib.contextmanager
-def room_for_step(step_bytes: int, devices: Sequence[Any]) -> Iterator[None]:
-    """Keep a piece of each device's memory free while the cache is allocated, for the largest step as it was compiled.
+def hold_room_for_step(vllm_config: VllmConfig, devices: Sequence[Any]) -> list[jax.Array]:
+    """Take the memory of the largest step's activations, in one piece behind the cache, while programs are compiled.
 
-    A step's temporary memory is one piece, and the cache would leave several small ones.
+    The cache's own memory is free meanwhile, for the variants of products that XLA tries. What the programs keep is
+    small. It must not come to lie in the cache's place, so a little memory stays free behind the piece: an allocator
+    takes the smallest free block that is large enough.
+    """
+    pieces = []
+    for device in devices:
+        free = (device.memory_stats() or {}).get("largest_free_block_bytes", 0)  # a CPU has none to tell
+        size = min(activation_bytes(vllm_config), free - _KEPT_BY_PROGRAMS)
+        if size > 0:
+            pieces.append(jnp.zeros(size, jnp.uint8, device=device))
+    return jax.block_until_ready(pieces)
+
+
+def check_room_for_step(step_bytes: int, devices: Sequence[Any]) -> None:
+    """Check that the largest program's temporary memory, which is one piece, is free beside the cache.
 
     Raises:
-        ValueError: the cache does not fit beside it: the estimate of activation_bytes was too low for this model.
+        ValueError: it is not: the estimate of activation_bytes was too low for this model.
     """
-    pieces = [jnp.zeros(step_bytes, jnp.uint8, device=device) for device in devices]
-    try:
-        jax.block_until_ready(pieces)
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"The largest step needs {step_bytes / _MEBI:.0f} MiB, and the KV cache does not fit beside it. Lower "
-            "--max-num-batched-tokens, or state a smaller cache by --kv-cache-memory-bytes."
-        ) from error
-    finally:
-        for piece in pieces:
-            piece.delete()
+    for device in devices:
+        free = (device.memory_stats() or {}).get("largest_free_block_bytes", step_bytes)
+        if free < step_bytes:
+            raise ValueError(
+                f"The largest step needs {step_bytes / _MEBI:.0f} MiB, and {free / _MEBI:.0f} MiB are free beside the "
+                "KV cache. Lower --max-num-batched-tokens, or state a smaller cache by --kv-cache-memory-bytes."
+            )
 
 
 def owned_bytes(device: Any, utilization: float) -> int:

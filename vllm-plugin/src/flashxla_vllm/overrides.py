@@ -556,6 +556,42 @@ def sampling_by_more_parameters() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.worker.tpu_worker:TPUWorker.initialize_from_config",
+    "tpu_inference.runner.compilation_manager:CompilationManager.capture_model",
+    "tpu_inference.runner.compilation_manager:CompilationManager._flush_compilations",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_compute_logits",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_gather_logprobs",
+    "tpu_inference.runner.kv_cache_manager:KVCacheManager.reinitialize_kv_cache",
+)
+def programs_compiled_without_the_cache() -> None:
+    """tpu-inference compiles program after program beside the KV cache. XlaWorker compiles them together while the
+    cache's memory is free: what it has asked for is not compiled again, and it is called before the first one runs.
+    """
+    from tpu_inference.runner.compilation_manager import CompilationManager
+
+    compute_logits, flush = (
+        CompilationManager._precompile_compute_logits,
+        CompilationManager._flush_compilations,
+    )
+
+    def compute_logits_once(self: Any) -> None:
+        if not self.__dict__.setdefault("_compute_logits_precompiled", False):
+            self._compute_logits_precompiled = True
+            compute_logits(self)
+
+    def flush_with_cache(self: Any) -> None:
+        before_warm_up = self.__dict__.pop("before_warm_up", None)
+        # the original raises what a future holds
+        if before_warm_up is not None and not any(f.exception() for f in self._compile_futures):
+            before_warm_up([f.result() for f in self._compile_futures])
+        flush(self)
+
+    CompilationManager._precompile_compute_logits = compute_logits_once
+    CompilationManager._flush_compilations = flush_with_cache
+
+
+@_override(
+    _WORKER,
     "tpu_inference.runner.structured_decoding_manager:StructuredDecodingManager",
     "vllm.v1.core.sched.output:GrammarOutput",
 )

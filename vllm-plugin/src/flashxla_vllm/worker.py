@@ -10,7 +10,8 @@ from flashxla_vllm import overrides
 overrides.on_worker()
 
 import jax  # noqa: E402
-from tpu_inference.worker.tpu_worker import TPUWorker  # noqa: E402
+from tpu_inference import envs  # noqa: E402
+from tpu_inference.worker.tpu_worker import TPUWorker, ensure_kv_transfer_initialized  # noqa: E402
 
 from flashxla_vllm import memory, processes, sampling  # noqa: E402
 
@@ -39,6 +40,11 @@ class XlaWorker(TPUWorker):
         bytes_each = memory.available_for_cache(self.vllm_config, own) // len(own)
         return processes.smallest(bytes_each) * len(self.devices)
 
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the KV cache, before anything else splits the free memory; upstream runs the sampler first."""
+        ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
+        self.model_runner.initialize_kv_cache(kv_cache_config, self.topology_order_id)
+
     def compile_or_warm_up_model(self) -> Any:
         """Compile while the cache's memory is free: XLA tries variants of products on operands that it allocates.
 
@@ -46,29 +52,33 @@ class XlaWorker(TPUWorker):
         """
         runner = self.model_runner
         manager = runner.compilation_manager
-        flush = manager._flush_compilations
+        if envs.SKIP_JAX_PRECOMPILE or runner.model_config.enforce_eager or manager._compile_executor is None:
+            return super().compile_or_warm_up_model()
+        devices = processes.own_devices(self.devices)
 
-        def flush_with_cache() -> None:
-            # flush raises what others raised
-            done = [f.result() for f in manager._compile_futures if f.exception() is None]
-            if any(isinstance(cache, jax.ShapeDtypeStruct) for cache in runner.kv_caches):
-                largest = max((program.memory_analysis().temp_size_in_bytes for program in done), default=0)
-                with memory.room_for_step(largest, processes.own_devices(self.devices)):
-                    runner.kv_caches.clear()
-                    runner.layer_name_to_kvcache_index.clear()
-                    runner.reinitialize_kv_cache()
-            flush()
+        def bring_cache_back(programs: list[Any]) -> None:
+            runner.kv_caches.clear()
+            runner.layer_name_to_kvcache_index.clear()
+            runner.reinitialize_kv_cache()
+            jax.block_until_ready(runner.kv_caches)
+            for piece in room:
+                piece.delete()
+            largest = max((p.memory_analysis().temp_size_in_bytes for p in programs), default=0)
+            memory.check_room_for_step(largest, devices)
 
-        if manager._compile_executor is not None:
+        gc.disable()  # tracing makes millions of objects, most of which stay
+        try:
+            # Upstream compiles these later. Their arguments stay until they have run, so they go beside the cache.
+            jax.block_until_ready(runner.kv_caches)
+            manager._precompile_sampling()
+            manager._precompile_gather_logprobs()
+            room = memory.hold_room_for_step(self.vllm_config, devices)
             for i, cache in enumerate(runner.kv_caches):
                 runner.kv_caches[i] = jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=cache.sharding)
                 cache.delete()
-            manager._flush_compilations = flush_with_cache
-            if not runner.is_pooling_model:  # upstream compiles these after the first flush
+            if not runner.is_pooling_model:
                 manager._precompile_compute_logits()
-                manager._precompile_compute_logits = lambda: None
-        gc.disable()  # tracing makes millions of objects, most of which stay
-        try:
+            manager.before_warm_up = bring_cache_back
             return super().compile_or_warm_up_model()
         finally:
             gc.enable()
