@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from flashxla_vllm import sampling_program
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -212,6 +213,21 @@ def test_without_a_seed_samples_differ_and_keep_to_min_p(running, reference):
     (output,) = running.generate(PROMPTS[2:3], 1, n=64, temperature=1.0, min_p=0.5)
     assert {sample.token_ids[0] for sample in output.outputs} == likely
     assert len(likely) > 1
+
+
+@pytest.mark.parametrize("wanted", [{"top_k": 3}, {"top_p": 0.2}, {"top_k": 4, "top_p": 0.5}], ids=str)
+def test_samples_keep_to_top_k_and_top_p(wanted, running, reference, monkeypatch):
+    """They are drawn by a program of ours: tpu-inference's has the host wait for the device."""
+    narrowed, draw = [], sampling_program.draw
+    monkeypatch.setattr(
+        sampling_program, "draw", lambda *a, **k: narrowed.append(k["narrowed"]) or draw(*a, **k)
+    )
+    x = reference.logits(tuple(PROMPTS[2]))
+    likely = set(np.flatnonzero(np.isfinite(reference.narrowed(x, wanted))))
+    (output,) = running.generate(PROMPTS[2:3], 1, n=256, temperature=1.0, **wanted)
+    assert {sample.token_ids[0] for sample in output.outputs} == likely
+    assert len(likely) > 1
+    assert set(narrowed) == {True}
 
 
 def test_logprobs_are_those_before(running, reference):

@@ -508,7 +508,8 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
 )
 def sampling_by_more_parameters() -> None:
     """tpu-inference samples by temperature, top-k and top-p, and ignores penalties, min-p, seeds and masks of tokens.
-    A step whose batch asks for one of those calls sampling.py in the place of `sample`.
+    Its program has conditions, at which the host waits for a GPU. A step whose batch is not all greedy, or asks for one
+    of those, calls sampling.py in the place of `sample`.
     """
     from tpu_inference.runner import tpu_runner
     from tpu_inference.runner.compilation_manager import CompilationManager
@@ -531,11 +532,12 @@ def sampling_by_more_parameters() -> None:
         return sampling.batch_of(runner).sample(rng, logits, runner.input_batch, selector)
 
     def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not sampling.batch_of(self).is_asked(self.input_batch):
+        more = sampling.batch_of(self).asks_for_more(self.input_batch)
+        if not more and (self.input_batch.all_greedy or self.speculative_config):
             return sample_from_logits(self, *args, **kwargs)
         # With async scheduling the previous step's tokens may still be placeholders. The original waits for them after
         # it has sampled; the device is at work on this step's logits either way.
-        if self._pre_async_results is not None:
+        if more and self._pre_async_results is not None:
             self._modify_prev_results()
             self._pre_async_results = None
         asked[:] = self, args[9]  # logits_indices_selector
@@ -545,9 +547,17 @@ def sampling_by_more_parameters() -> None:
             asked.clear()
 
     def precompile_sampling(self: Any) -> None:
-        precompile(self)
-        if not self.runner.speculative_config:
-            sampling.precompile(self)
+        if self.runner.speculative_config:
+            return precompile(self)
+        run = self._run_compilation
+        self._run_compilation = lambda *a, **k: (
+            None if k["do_sampling"] else run(*a, **k)
+        )  # the greedy ones alone
+        try:
+            precompile(self)
+        finally:
+            del self._run_compilation
+        return sampling.precompile(self)
 
     Runner._execute_model, Runner._sample_from_logits = execute_model, sample_step
     CompilationManager._precompile_sampling = precompile_sampling

@@ -1,8 +1,9 @@
-"""The requests of a batch that ask for more than temperature, top-k and top-p, and what each step tells the device.
+"""How a batch is sampled: what its requests ask for, and what each step tells the device.
 
-A batch without such a request is sampled as tpu-inference does it. Otherwise sampling_program.sample takes its place.
-Which tokens a request has is held on the device, a row of `seen` for each request that needs it. A row is set when the
-request enters the batch, or comes back, and grows by one token a step.
+A batch of greedy requests is sampled as tpu-inference does it. sampling_program.draw takes its place when one is not
+greedy, and sampling_program.sample when one asks for more than temperature, top-k and top-p. Which tokens a request has
+is held on the device, a row of `seen` for each request that needs it. A row is set when the request enters the batch,
+or comes back, and grows by one token a step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flashxla_vllm import sampling_program
-from flashxla_vllm.sampling_program import ADD, ALLOW, STOP, Entries, Rows
+from flashxla_vllm.sampling_program import ADD, ALLOW, GREEDY_BELOW, STOP, Entries, Rows, views
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -107,7 +108,7 @@ class Batch:
                 new.sampling_params = copy.copy(params)
                 new.sampling_params.allowed_token_ids = None
 
-    def is_asked(self, input_batch: Any) -> bool:
+    def asks_for_more(self, input_batch: Any) -> bool:
         """Whether a request of the runner's batch asks for more."""
         return any(request_id in input_batch.req_id_to_index for request_id in self.requests)
 
@@ -127,37 +128,44 @@ class Batch:
             input_batch: the runner's; its token_ids_cpu has all tokens so far.
             selector: the row of each request; None: its index in the batch.
         """
-        rows, entries = self.inputs(logits.shape[0], input_batch, selector)
+        packed = _neutral_rows(logits.shape[0], self._unused_slot)
+        rows = views(packed, Rows)
+        count = input_batch.num_reqs
+        places = np.arange(count) if selector is None else np.asarray(selector[:count])
+        rows.temperature[places] = input_batch.temperature_cpu[:count]
+        rows.top_k[places] = input_batch.top_k_cpu[:count]
+        rows.top_p[places] = input_batch.top_p_cpu[:count]
+        on = {"mesh": self.mesh, "data_axis": self.data_axis}
+        if not self.asks_for_more(input_batch):
+            narrowed = bool(((rows.top_k > 0) | (rows.top_p < 1)).any())
+            return sampling_program.draw(rng, logits, self._to_device(packed), narrowed=narrowed, **on)
+        entries = self._fill(rows, places, input_batch)
+        greedy = bool((rows.temperature < GREEDY_BELOW).all())
         tokens, processed, self.seen = sampling_program.sample(
-            self.seen, rng, logits, rows, entries, mesh=self.mesh, data_axis=self.data_axis
+            self.seen, rng, logits, *self._to_device((packed, entries)), greedy=greedy, **on
         )
         return tokens, processed
 
-    def inputs(self, count: int, batch: Any, selector: Sequence[int] | None) -> tuple[Rows, Entries]:
-        """What the program needs to know of a batch, on the device."""
-        for request_id, request in self.requests.items():
-            if request_id not in batch.req_id_to_index:  # preempted
-                self._release(request)
-        rows = _neutral_rows(count, self._unused_slot)
+    def neutral_inputs(self, count: int) -> tuple[Any, Any]:
+        """Packed rows and entries that ask for nothing."""
+        return self._to_device((_neutral_rows(count, self._unused_slot), _pad([], count)))
+
+    def _fill(self, rows: Rows, places: np.ndarray, batch: Any) -> np.ndarray:
+        """Fill in what the requests ask for; returns the packed entries."""
         entries: list[tuple[int, int, int, float]] = []
-        for index, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
-            row = index if selector is None else int(selector[index])
-            rows.temperature[row] = batch.temperature_cpu[index]
-            rows.top_k[row], rows.top_p[row] = batch.top_k_cpu[index], batch.top_p_cpu[index]
-            if request_id not in self.requests:
+        for request_id, request in self.requests.items():
+            index = batch.req_id_to_index.get(request_id)
+            if index is None:  # preempted
+                self._release(request)
                 continue
-            request = self.requests[request_id]
+            row = int(places[index])
             known, prompt = int(batch.num_tokens_no_spec[index]), int(batch.num_prompt_tokens[index])
             tokens = batch.token_ids_cpu[index]
-            self._fill(rows, row, request, tokens[:known], prompt)
+            self._fill_row(rows, row, request, tokens[:known], prompt)
             entries.extend((row, *entry) for entry in request.entries(tokens[prompt:known]))
-        return self._to_device(rows), self._to_device(_pad(entries, count))
+        return _pad(entries, len(rows.slot))
 
-    def neutral_inputs(self, count: int) -> tuple[Rows, Entries]:
-        """Inputs that ask for nothing."""
-        return self._to_device(_neutral_rows(count, self._unused_slot)), self._to_device(_pad([], count))
-
-    def _fill(self, rows: Rows, row: int, request: Request, tokens: np.ndarray, prompt: int) -> None:
+    def _fill_row(self, rows: Rows, row: int, request: Request, tokens: np.ndarray, prompt: int) -> None:
         params = request.params
         rows.min_p[row] = params.min_p
         rows.restricted[row] = bool(params.allowed_token_ids)
@@ -165,7 +173,8 @@ class Batch:
         rows.position[row] = len(tokens) - prompt
         if params.seed is not None:
             rows.seeded[row] = True
-            rows.seed[row] = (params.seed >> 32) & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
+            rows.seed_high[row] = (params.seed >> 32) & 0xFFFFFFFF
+            rows.seed_low[row] = params.seed & 0xFFFFFFFF
         if not is_penalised(params):
             return
         if request.slot is None:
@@ -202,11 +211,13 @@ def batch_of(runner: Any) -> Batch:
 
 
 def precompile(manager: Any) -> None:
-    """Have tpu-inference's CompilationManager compile the program for each padded number of requests."""
+    """Have tpu-inference's CompilationManager compile the programs for each padded number of requests."""
     from tpu_inference.layers.common.sharding import ShardingAxisName
 
     runner = manager.runner
     batch = batch_of(runner)
+    rng = runner.rng_params_for_sampling
+    on = {"mesh": batch.mesh, "data_axis": batch.data_axis}
     on_logits = NamedSharding(
         runner.mesh, PartitionSpec(ShardingAxisName.MLP_DATA, ShardingAxisName.MLP_TENSOR)
     )
@@ -218,49 +229,53 @@ def precompile(manager: Any) -> None:
     for count in runner.num_reqs_paddings:
         logits = jax.device_put(np.ones((count, batch.vocabulary), np.float32), on_logits)
         rows, entries = batch.neutral_inputs(count)
-        manager._run_compilation(
-            "sample by more parameters",
-            sampling_program.sample,
-            batch.seen,
-            runner.rng_params_for_sampling,
-            logits,
-            rows,
-            entries,
-            call_kwargs={"mesh": batch.mesh, "data_axis": batch.data_axis},
-            warmup_handler=run,
-            num_reqs=count,
-        )
+        for narrowed in (False, True):
+            manager._run_compilation(
+                "draw",
+                sampling_program.draw,
+                rng,
+                logits,
+                rows,
+                call_kwargs=on | {"narrowed": narrowed},
+                num_reqs=count,
+            )
+        for greedy in (False, True):
+            manager._run_compilation(
+                "sample by more parameters",
+                sampling_program.sample,
+                batch.seen,
+                rng,
+                logits,
+                rows,
+                entries,
+                call_kwargs=on | {"greedy": greedy},
+                warmup_handler=run,
+                num_reqs=count,
+            )
 
 
-def _neutral_rows(count: int, unused_slot: int) -> Rows:
-    def full(value: float, dtype: Any = np.float32) -> np.ndarray:
-        return np.full(count, value, dtype)
-
-    return Rows(
-        temperature=full(-1),
-        top_k=full(0, np.int32),
-        top_p=full(1),
-        min_p=full(0),
-        repetition=full(1),
-        frequency=full(0),
-        presence=full(0),
-        slot=full(unused_slot, np.int32),
-        new_token=full(-1, np.int32),
-        restricted=full(0, np.bool_),
-        structured=full(0, np.bool_),
-        seeded=full(0, np.bool_),
-        seed=np.zeros((count, 2), np.uint32),
-        position=np.arange(count, dtype=np.int32),
-    )
+_NEUTRAL = {"temperature": -1, "top_p": 1, "repetition": 1, "new_token": -1}
 
 
-def _pad(entries: list[tuple[int, int, int, float]], rows: int) -> Entries:
+def _neutral_rows(count: int, unused_slot: int) -> np.ndarray:
+    """Packed Rows that change nothing."""
+    packed = np.zeros((len(Rows._fields), count), np.int32)
+    rows = views(packed, Rows)
+    for name, value in _NEUTRAL.items():
+        getattr(rows, name)[:] = value
+    rows.slot[:] = unused_slot
+    rows.position[:] = np.arange(count)
+    return packed
+
+
+def _pad(entries: list[tuple[int, int, int, float]], rows: int) -> np.ndarray:
+    """Packed Entries of (row, kind, token, value)."""
     length = SMALLEST_ENTRIES
     while length < len(entries):
         length *= _ENTRIES_FACTOR
-    row, kind, token = (np.zeros(length, np.int32) for _ in range(3))
-    value = np.zeros(length, np.float32)
-    row[:] = rows  # past the last
-    for column, values in zip((row, kind, token, value), zip(*entries, strict=True), strict=False):
-        column[: len(values)] = values
-    return Entries(row=row, token=token, kind=kind, value=value)
+    packed = np.zeros((len(Entries._fields), length), np.int32)
+    padded = views(packed, Entries)
+    padded.row[:] = rows  # past the last
+    for name, values in zip(("row", "kind", "token", "value"), zip(*entries, strict=True), strict=False):
+        getattr(padded, name)[: len(values)] = values
+    return packed
