@@ -43,13 +43,16 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 def _least(keys: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
     """The largest number, for each row [rows, 1], at or above which the row's keys weigh `target` or more."""
-    found = jnp.zeros(keys.shape[:1], jnp.uint32)
     zeros = (np.float32(0),) * (2**_BITS - 1)
-    for shift in range(32 - _BITS, -1, -_BITS):
-        candidates = [found | np.uint32(digit << shift) for digit in range(1, 2**_BITS)]
+
+    def next_digit(i: jax.Array, found: jax.Array) -> jax.Array:
+        shift = jnp.uint32(32 - _BITS) - i.astype(jnp.uint32) * _BITS
+        candidates = [found | jnp.uint32(digit) << shift for digit in range(1, 2**_BITS)]
         shares = tuple(jnp.where(keys >= x[:, None], weights, 0.0) for x in candidates)
         # One reduction of all, which reads the keys once.
         masses = jax.lax.reduce(shares, zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
         digit = sum((mass >= target).astype(jnp.uint32) for mass in masses)
-        found = found | digit << np.uint32(shift)
-    return found[:, None]
+        return found | digit << shift
+
+    # The number of passes is known, so that the host need not wait for any.
+    return jax.lax.fori_loop(0, 32 // _BITS, next_digit, jnp.zeros(keys.shape[:1], jnp.uint32))[:, None]

@@ -135,6 +135,16 @@ def no_compiler_options_of_tpus() -> None:
 # --- before a configuration is checked --------------------------------------------------------------------------------
 
 
+@_override(_CONFIG, "vllm.model_executor.models.registry:_run_in_subprocess")
+def models_inspected_in_this_process() -> None:
+    """vLLM imports a model's module in a process of its own, lest it start CUDA in this one. That process imports
+    PyTorch and vLLM again, for up to half a minute. Here CUDA is JAX's, which no such module starts.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 @_override(_CONFIG, "vllm.model_executor.layers.quantization.mxfp4:Mxfp4Config.get_supported_act_dtypes")
 def mxfp4_in_any_dtype() -> None:
     """vLLM allows MXFP4 with bfloat16 alone, for its kernels; here the weights are dequantised to the model's dtype."""
@@ -280,10 +290,17 @@ def one_program_for_all_linear_layers() -> None:
     VllmUnquantizedLinearMethod._build_linear_weights = build
 
 
-@_override(_WORKER, "vllm.model_executor.custom_op:CustomOp")
+@_override(
+    _WORKER,
+    "vllm.model_executor.custom_op:CustomOp",
+    "tpu_inference.layers.common.quantization.unquantized:UnquantizedLinearMethod._apply_fused",
+)
 def one_trace_for_all_layers() -> None:
-    """torchax traces the same norms and rotary embeddings again for each layer, for seconds a program (tracing.py)."""
+    """The same products, norms and rotary embeddings are traced again for each layer, for seconds a program
+    (tracing.py).
+    """
     from torchax.tensor import Tensor
+    from tpu_inference.layers.common.quantization.unquantized import UnquantizedLinearMethod
     from vllm.model_executor.custom_op import CustomOp
 
     from flashxla_vllm import tracing
@@ -293,7 +310,13 @@ def one_trace_for_all_layers() -> None:
             return tracing.forward(self, *args, **kwargs)
         return self._forward_method(*args, **kwargs)
 
+    apply_fused = UnquantizedLinearMethod._apply_fused
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracing.linear(apply_fused, self, *args, **kwargs)
+
     CustomOp.forward = forward
+    UnquantizedLinearMethod._apply_fused = apply
 
 
 @_override(

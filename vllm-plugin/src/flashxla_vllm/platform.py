@@ -25,9 +25,15 @@ class XlaPlatform(TpuPlatform):
         return "xla"
 
     @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """vLLM calls this before it makes a configuration, and when it makes a parser of options."""
+        super().pre_register_and_update(parser)
+        if parser is None:
+            overrides.on_config()
+
+    @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """Nothing here: refusals.check knows more. vLLM asks this before it checks what the weights need."""
-        overrides.on_config()
+        """Nothing here: refusals.check knows more."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

@@ -1,8 +1,8 @@
 """One trace for all layers of vLLM's PyTorch models.
 
 torchax runs a model's Python once for each program, layer by layer: most of the time that a warm start takes.
-Norms, activations and rotary embeddings are pure functions of their tensors and settings: each is traced by jax.jit on
-its first call, and the other layers use that trace.
+Products with weights, norms, activations and rotary embeddings are pure functions of their tensors and settings: each
+is traced by jax.jit on its first call, and the other layers use that trace.
 """
 
 from __future__ import annotations
@@ -40,6 +40,33 @@ def forward(op: CustomOp, *args: Any, **kwargs: Any) -> Any:
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     state = {**dict(op.named_parameters()), **dict(op.named_buffers())}
     return torch_view(program(jax_view(state), jax_view(tensors)))
+
+
+def linear(
+    apply: Callable[..., Any],
+    method: Any,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    einsum_str: str | None = None,
+) -> jax.Array:
+    """apply(method, x, weight, bias, einsum_str), traced once for all layers of the same shapes and shardings."""
+    config = method.linear_config
+    sizes = tuple(config.output_sizes)
+    key = (
+        apply,
+        config.weight_sharding,
+        config.mesh,
+        config.defer_all_reduce,
+        sizes,
+        config.n_shards,
+        einsum_str,
+    )
+    program = _programs.get(key)
+    if program is None:
+        program = _programs[key] = jax.jit(lambda x, weight, bias: apply(method, x, weight, bias, einsum_str))
+    out: jax.Array = program(x, weight, bias)
+    return out
 
 
 class _Call(torch.nn.Module):

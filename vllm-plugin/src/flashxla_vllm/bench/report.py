@@ -40,7 +40,7 @@ def tables(content: dict[str, Any]) -> str:
                     _percent(case["share of the ceilings"]),
                 )
                 for name, engine in engines.items()
-                for case in engine["offline"]["cases"]
+                for case in engine.get("offline", {}).get("cases", ())
             ),
         ),
         _table(
@@ -64,6 +64,7 @@ def tables(content: dict[str, Any]) -> str:
                 (name, start, *(f"{seconds:.1f}" for seconds in engine[part]["startup"].values()))
                 for name, engine in engines.items()
                 for part, start in (("steps", "nothing compiled"), ("offline", "compiled before"))
+                if part in engine
             ),
         ),
         _table(
@@ -92,21 +93,28 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def plot(content: dict[str, Any], path: str) -> None:
-    """Throughput and decode steps of the engines, as bars."""
+    """Decode steps of the engines, the device's share of them, and what the ceilings allow, as bars."""
     from matplotlib.figure import Figure
 
     engines = content["engines"]
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes = figure.subplots(1, 2)
-    parts = (("offline", "requests", "output tokens/s"), ("steps", "batch", "ms"))
-    for axis, (part, size, value) in zip(axes, parts, strict=True):
-        for i, (name, engine) in enumerate(engines.items()):
-            cases = engine[part]["cases"]
-            places = [j + (i - (len(engines) - 1) / 2) * 0.8 / len(engines) for j in range(len(cases))]
-            bars = axis.bar(places, [case[value] for case in cases], 0.8 / len(engines), label=name)
-            axis.bar_label(bars, [f"{case[value]:.3g}" for case in cases], fontsize=8)
-        axis.set_xticks(range(len(cases)), [str(case[size]) for case in cases])
-        axis.set_xlabel(size)
-        axis.set_title({"ms": "decode step, ms"}.get(value, value), fontsize=10)
-    axes[0].legend(fontsize=8)
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axis = figure.subplots()
+    for i, (name, engine) in enumerate(engines.items()):
+        cases = engine["steps"]["cases"]
+        width = 0.8 / len(engines)
+        places = [j + (i - (len(engines) - 1) / 2) * width for j in range(len(cases))]
+        bars = axis.bar(places, [case["ms"] for case in cases], width, label=name)
+        axis.bar_label(bars, [f"{case['ms']:.3g}" for case in cases], fontsize=8)
+        floors = [case["ms"] * case["share of the ceilings"] for case in cases]
+        axis.hlines(
+            floors,
+            [x - width / 2 for x in places],
+            [x + width / 2 for x in places],
+            "black",
+            label="_" if i else "this run's ceilings allow",  # a name with _ is not listed
+        )
+    axis.set_xticks(range(len(cases)), [str(case["batch"]) for case in cases])
+    axis.set_xlabel("sequences")
+    axis.set_title("decode step, ms", fontsize=10)
+    axis.legend(fontsize=8)
     figure.savefig(path)
