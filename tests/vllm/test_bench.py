@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +77,8 @@ def test_it_runs(tmp_path):
     assert all(0 < case["share of the ceilings"] < 1 for case in ours["offline"]["cases"])
     assert [case["completed"] for case in ours["serving"]] == [8]
     assert all(case["p99_ttft_ms"] >= case["p50_ttft_ms"] > 0 for case in ours["serving"])
+
+
+def test_the_documented_figures_are_the_files():
+    content = json.loads(Path("docs/benchmarks/h200-vllm.json").read_text())
+    assert report.tables(content) in Path("docs/vllm.md").read_text()
