@@ -51,16 +51,21 @@ struct Api {
 enum FunctionIndex : size_t {
   kErrorDestroy = 0,
   kErrorMessage = 1,
+  kErrorGetCode = 2,
+  kClientCreate = 10,
   kClientPlatformName = 12,
   kClientBufferFromHostBuffer = 22,
   kDeviceMemoryStats = 34,
+  kExecutableNumOutputs = 44,
+  kExecutableOutputMemoryKinds = 47,
   kLoadedExecutableExecute = 55,
   kExecutableDeserializeAndLoad = 56,
   kBufferDestroy = 58,
   kBufferReadyEvent = 72,
   kClientCreateViewOfDeviceBuffer = 93,
   kExecutableGetCompiledMemoryStats = 96,
-  kNumFunctions,  // a table must have at least this many
+  kNumFunctions,               // a table must have at least this many
+  kErrorForEachPayload = 137,  // by 0.113
 };
 
 struct ErrorDestroyArgs {
@@ -75,6 +80,40 @@ struct ErrorMessageArgs {
   const Error* error;
   const char* message;
   size_t message_size;
+};
+
+inline constexpr int32_t kUnimplementedCode = 12;
+
+struct ErrorGetCodeArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  const Error* error;
+  int32_t code;
+};
+
+// Ends with the visitor and its argument, which the adapter does not touch.
+struct ErrorForEachPayloadArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  const Error* error;
+};
+
+struct NamedValue {
+  size_t struct_size;
+  Extension* extension_start;
+  const char* name;
+  size_t name_size;
+  int32_t type;
+  const void* value;
+  size_t value_size;
+};
+
+// Ends with callbacks and the client, which the adapter does not touch.
+struct ClientCreateArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  const NamedValue* create_options;
+  size_t num_options;
 };
 
 struct ClientPlatformNameArgs {
@@ -131,6 +170,22 @@ struct BufferReadyEventArgs {
   Extension* extension_start;
   Buffer* buffer;
   Event* event;
+};
+
+struct ExecutableNumOutputsArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Executable* executable;
+  size_t num_outputs;
+};
+
+struct ExecutableOutputMemoryKindsArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Executable* executable;
+  size_t num_outputs;
+  const char* const* memory_kinds;
+  const size_t* memory_kind_sizes;
 };
 
 // Structs that have grown. Comments give the version that added a field.
@@ -224,6 +279,25 @@ struct FfiExtension {
   void* type_register;
   void* user_data_add;
   Error* (*register_handler)(FfiRegisterHandlerArgs* args);
+};
+
+// The extension by which a framework asks for the topology of TPUs.
+
+inline constexpr int32_t kTpuTopologyExtension = 16;
+inline constexpr size_t kNumTpuTopologyFunctions = 31;
+inline constexpr size_t kTpuTopologyChipCount = 10;
+
+struct TopologyDescription;
+
+struct TpuTopologyChipCountArgs {
+  size_t struct_size;
+  const TopologyDescription* topology;
+  int32_t chip_count;
+};
+
+struct TpuTopologyExtension {
+  Extension base;
+  Function* functions[kNumTpuTopologyFunctions];
 };
 
 }  // namespace flashxla::pjrt

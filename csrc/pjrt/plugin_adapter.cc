@@ -1,5 +1,6 @@
-// A PJRT plugin that wraps JAX's plugin for NVIDIA GPUs, so that PyTorch/XLA 2.9 can use it. JAX's
-// plugin has a newer API version than PyTorch/XLA, which also aborts on the platform name "cuda".
+// A PJRT plugin that wraps JAX's plugin for NVIDIA GPUs, so that PyTorch/XLA 2.9 and TorchTPU can
+// use it. JAX's plugin has a newer API version than PyTorch/XLA, which also aborts on the platform
+// name "cuda". TorchTPU asks for what only TPUs have.
 #include "pjrt/plugin_adapter.h"
 
 #include <dlfcn.h>
@@ -13,13 +14,16 @@
 
 #include "pjrt/device_views.h"
 #include "pjrt/grown_structs.h"
+#include "pjrt/own_errors.h"
 #include "pjrt/plugin.h"
+#include "pjrt/torch_tpu.h"
 
 namespace flashxla::pjrt {
 namespace {
 
-// Not "cuda", which PyTorch/XLA 2.9 refuses. Its devices are called GPU:0, GPU:1, ... then.
-constexpr char kPlatformName[] = "gpu";
+// What PyTorch/XLA 2.9 refuses, and what it takes instead. Its devices are then called GPU:0, ...
+constexpr char kCuda[] = "cuda";
+constexpr char kGpu[] = "gpu";
 
 struct Loaded {
   std::string path;
@@ -39,8 +43,10 @@ Error* PlatformName(void* caller) {
   Error* error = Original(kClientPlatformName)(caller);
   if (error != nullptr) return error;
   auto* args = static_cast<ClientPlatformNameArgs*>(caller);
-  args->platform_name = kPlatformName;
-  args->platform_name_size = sizeof(kPlatformName) - 1;
+  if (std::string(args->platform_name, args->platform_name_size) == kCuda) {
+    args->platform_name = kGpu;
+    args->platform_name_size = sizeof(kGpu) - 1;
+  }
   return nullptr;
 }
 
@@ -67,7 +73,16 @@ std::string Refusal(const Api& plugin) {
 }
 
 void Adapt(std::vector<char>& table) {
+  auto* api = reinterpret_cast<Api*>(table.data());
   auto* functions = reinterpret_cast<Function**>(table.data() + sizeof(Api));
+  api->extension_start = TpuTopology(api->extension_start);
+  functions[kErrorDestroy] = ErrorDestroy;
+  functions[kErrorMessage] = ErrorMessage;
+  functions[kErrorGetCode] = ErrorGetCode;
+  if (table.size() >= sizeof(Api) + (kErrorForEachPayload + 1) * sizeof(Function*)) {
+    functions[kErrorForEachPayload] = ErrorForEachPayload;
+  }
+  functions[kClientCreate] = ClientCreate;
   functions[kClientPlatformName] = PlatformName;
   functions[kLoadedExecutableExecute] = ExecuteWithGrownOptions;
   functions[kDeviceMemoryStats] = WithGrown<kDeviceMemoryStats, DeviceMemoryStatsArgs>;
@@ -75,6 +90,7 @@ void Adapt(std::vector<char>& table) {
       WithGrown<kExecutableDeserializeAndLoad, ExecutableDeserializeAndLoadArgs>;
   functions[kExecutableGetCompiledMemoryStats] =
       WithGrown<kExecutableGetCompiledMemoryStats, ExecutableGetCompiledMemoryStatsArgs>;
+  functions[kExecutableOutputMemoryKinds] = ExecutableOutputMemoryKinds;
   functions[kClientBufferFromHostBuffer] = BufferFromHostBufferOrView;
 }
 

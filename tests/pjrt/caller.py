@@ -19,14 +19,18 @@ TABLE_HEAD = 40  # bytes before the functions of a plugin's table
 FUNCTIONS = {
     "Error_Destroy": 0,
     "Error_Message": 1,
+    "Error_GetCode": 2,
+    "Client_Create": 10,
     "Client_PlatformName": 12,
     "Client_BufferFromHostBuffer": 22,
     "Device_MemoryStats": 34,
+    "Executable_OutputMemoryKinds": 47,
     "LoadedExecutable_Execute": 55,
     "Executable_DeserializeAndLoad": 56,
     "Buffer_Destroy": 58,
     "Buffer_ReadyEvent": 72,
     "Executable_GetCompiledMemoryStats": 96,
+    "Error_ForEachPayload": 137,
 }
 
 _Fields = list[tuple[str, Any]]
@@ -57,6 +61,50 @@ class ErrorDestroy(Args):
 
 class ErrorMessage(Args):
     _fields_ = _HEAD + _pointers("error", "message") + _sizes("message_size")
+
+
+class ErrorGetCode(Args):
+    _fields_ = _HEAD + _pointers("error") + [("code", ctypes.c_int)]
+
+
+class ErrorForEachPayload(Args):
+    _fields_ = _HEAD + _pointers("error", "visitor", "user_arg")
+
+
+class NamedValue(ctypes.Structure):
+    """An option of a client, a number."""
+
+    _fields_ = (
+        *_HEAD,
+        *_pointers("name"),
+        *_sizes("name_size"),
+        ("type", ctypes.c_int),
+        *_numbers("value"),
+        *_sizes("value_size"),
+    )
+
+
+class ClientCreate(Args):
+    _fields_ = (
+        _HEAD
+        + _pointers("create_options")
+        + _sizes("num_options")
+        + _pointers("kv_get_callback", "kv_get_user_arg", "kv_put_callback", "kv_put_user_arg", "client")
+        + _pointers("kv_try_get_callback", "kv_try_get_user_arg")
+    )
+
+
+class OutputMemoryKinds(Args):
+    _fields_ = (
+        _HEAD
+        + _pointers("executable")
+        + _sizes("num_outputs")
+        + _pointers("memory_kinds", "memory_kind_sizes")
+    )
+
+
+class ChipCount(Args):
+    _fields_ = _sizes("struct_size") + _pointers("topology") + [("chip_count", ctypes.c_int32)]
 
 
 class PlatformName(Args):
@@ -219,7 +267,9 @@ class Memory:
         self.size = size or size_of(struct)
         self._bytes = bytearray(bytes(1 + at % 250 for at in range(self.size)) + CANARY)
         self.args: Any = struct.from_buffer(self._bytes)
-        for name, value in {"struct_size": self.size, "extension_start": 0, **fields}.items():
+        heads = {"struct_size": self.size, "extension_start": 0}
+        known = {name for name, _ in self.args._fields_}
+        for name, value in {**{n: v for n, v in heads.items() if n in known}, **fields}.items():
             setattr(self.args, name, value)
         self.before = bytes(self)
 
@@ -269,6 +319,7 @@ class Stub:
         self._cdll = ctypes.CDLL(str(path))
         self._cdll.stub_seen.restype = ctypes.POINTER(Seen)
         self._cdll.stub_registered.restype = ctypes.POINTER(Registered)
+        self._cdll.stub_options.restype = ctypes.c_char_p
         self._cdll.GetPjrtApi.restype = ctypes.c_void_p
 
     def table(self) -> Table:
@@ -280,6 +331,11 @@ class Stub:
     @property
     def registered(self) -> Registered:
         return self._cdll.stub_registered().contents
+
+    @property
+    def options(self) -> str:
+        """Those of the latest client."""
+        return self._cdll.stub_options().decode()
 
     @property
     def live_errors(self) -> int:
@@ -296,6 +352,15 @@ class Table:
         self.head = ctypes.string_at(address, TABLE_HEAD)
         count = (self.size - TABLE_HEAD) // 8
         self.functions = list((ctypes.c_void_p * count).from_address(address + TABLE_HEAD))
+
+    def extensions(self) -> dict[int, int]:
+        """The addresses of the extensions, by type, in the table's order."""
+        found = {}
+        address = ctypes.c_void_p.from_address(self.address + 8).value
+        while address:
+            found[ctypes.c_int.from_address(address + 8).value] = address
+            address = ctypes.c_void_p.from_address(address + 16).value
+        return found
 
     def call(self, function: str, memory: Memory) -> int | None:
         """The PJRT_Error that the function returns, by address."""

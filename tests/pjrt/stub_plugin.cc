@@ -7,6 +7,8 @@
 //   STUB_TABLE    "none": GetPjrtApi returns null
 //   STUB_FFI      "none": no FFI extension; "short": one of the time before register_handler
 //   STUB_FAIL     the function that returns an error, after it has written its outputs
+//   STUB_PLATFORM its name (cuda)
+//   STUB_KINDS    "none": it has no Executable_OutputMemoryKinds, as XLA's plugin for CPUs
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +25,7 @@ namespace {
 
 struct Error {
   std::string message;
+  int code;
 };
 
 using Function = Error*(void* args);
@@ -63,6 +66,55 @@ struct ErrorMessage {
   const Error* error;
   const char* message;
   size_t message_size;
+};
+
+struct ErrorGetCode {
+  Head head;
+  const Error* error;
+  int code;
+};
+
+struct ErrorForEachPayload {
+  Head head;
+  const Error* error;
+  void* visitor;
+  void* user_arg;
+};
+
+struct NamedValue {
+  Head head;
+  const char* name;
+  size_t name_size;
+  int type;
+  int64_t value;
+  size_t value_size;
+};
+
+struct ClientCreate {
+  Head head;
+  const NamedValue* create_options;
+  size_t num_options;
+  void* kv_get_callback;
+  void* kv_get_user_arg;
+  void* kv_put_callback;
+  void* kv_put_user_arg;
+  void* client;
+  void* kv_try_get_callback;
+  void* kv_try_get_user_arg;
+};
+
+struct NumOutputs {
+  Head head;
+  void* executable;
+  size_t num_outputs;
+};
+
+struct OutputMemoryKinds {
+  Head head;
+  void* executable;
+  size_t num_outputs;
+  const char* const* memory_kinds;
+  const size_t* memory_kind_sizes;
 };
 
 struct PlatformName {
@@ -244,6 +296,7 @@ struct Registered {
 };
 
 Registered registered;
+char options[256];  // of the latest Client_Create: name=value, ...
 int live_errors = 0;
 
 std::string Setting(const char* name, const char* otherwise) {
@@ -261,9 +314,11 @@ Seen& SeenBy(const std::string& function) {
   return (*all)[function];
 }
 
-Error* NewError(const std::string& message) {
+constexpr int kUnimplemented = 12, kInternal = 13;
+
+Error* NewError(const std::string& message, int code = kInternal) {
   ++live_errors;
-  return new Error{message};
+  return new Error{message, code};
 }
 
 // Records a call; an error if its struct is shorter than the plugin's.
@@ -305,15 +360,67 @@ Error* DoErrorMessage(void* raw) {
   return nullptr;
 }
 
+Error* DoErrorGetCode(void* raw) {
+  auto* args = static_cast<ErrorGetCode*>(raw);
+  if (args->head.struct_size < END_OF(ErrorGetCode, code)) std::abort();
+  args->code = args->error->code;
+  return nullptr;
+}
+
+Error* DoErrorForEachPayload(void* raw) {
+  return Enter("Error_ForEachPayload", "_Args", raw, END_OF(ErrorForEachPayload, user_arg));
+}
+
+Error* DoClientCreate(void* raw) {
+  auto* args = static_cast<ClientCreate*>(raw);
+  if (Error* error =
+          Enter("Client_Create", "_Args", raw, END_OF(ClientCreate, kv_try_get_user_arg))) {
+    return error;
+  }
+  std::string text;
+  for (size_t i = 0; i < args->num_options; ++i) {
+    const NamedValue& option = args->create_options[i];
+    text += std::string(option.name, option.name_size) + "=" + std::to_string(option.value) + ",";
+  }
+  std::snprintf(options, sizeof(options), "%s", text.c_str());
+  args->client = reinterpret_cast<void*>(4000);
+  return Leave("Client_Create");
+}
+
+Error* DoNumOutputs(void* raw) {
+  auto* args = static_cast<NumOutputs*>(raw);
+  if (Error* error =
+          Enter("Executable_NumOutputs", "_Args", raw, END_OF(NumOutputs, num_outputs))) {
+    return error;
+  }
+  args->num_outputs = reinterpret_cast<size_t>(args->executable);  // as the test wants
+  return Leave("Executable_NumOutputs");
+}
+
+Error* DoOutputMemoryKinds(void* raw) {
+  static const char* const kinds[] = {"device", "pinned_host"};
+  static const size_t sizes[] = {6, 11};
+  auto* args = static_cast<OutputMemoryKinds*>(raw);
+  if (Error* error = Enter("Executable_OutputMemoryKinds", "_Args", raw,
+                           END_OF(OutputMemoryKinds, memory_kind_sizes))) {
+    return error;
+  }
+  if (Setting("STUB_KINDS", "") == "none") return NewError("no kinds", kUnimplemented);
+  args->num_outputs = 2;
+  args->memory_kinds = kinds;
+  args->memory_kind_sizes = sizes;
+  return Leave("Executable_OutputMemoryKinds");
+}
+
 Error* DoPlatformName(void* raw) {
-  static const char name[] = "cuda";
+  static const std::string name = Setting("STUB_PLATFORM", "cuda");
   auto* args = static_cast<PlatformName*>(raw);
   if (Error* error =
           Enter("Client_PlatformName", "_Args", raw, END_OF(PlatformName, platform_name_size))) {
     return error;
   }
-  args->platform_name = name;
-  args->platform_name_size = 4;
+  args->platform_name = name.data();
+  args->platform_name_size = name.size();
   return Leave("Client_PlatformName");
 }
 
@@ -504,6 +611,8 @@ const Seen* stub_seen(const char* function) { return &SeenBy(function); }
 
 const Registered* stub_registered() { return &registered; }
 
+const char* stub_options() { return options; }
+
 int stub_live_errors() { return live_errors; }
 
 const void* GetPjrtApi() {
@@ -518,15 +627,20 @@ const void* GetPjrtApi() {
   FillWithAborts(table.functions, std::make_index_sequence<kFunctions>());
   table.functions[0] = DoErrorDestroy;
   table.functions[1] = DoErrorMessage;
+  table.functions[2] = DoErrorGetCode;
+  table.functions[10] = DoClientCreate;
   table.functions[12] = DoPlatformName;
   table.functions[22] = DoBufferFromHostBuffer;
   table.functions[34] = DoMemoryStats;
+  table.functions[44] = DoNumOutputs;
+  table.functions[47] = DoOutputMemoryKinds;
   table.functions[55] = DoExecute;
   table.functions[56] = DoDeserializeAndLoad;
   table.functions[58] = DoBufferDestroy;
   table.functions[72] = DoReadyEvent;
   table.functions[93] = DoCreateView;
   table.functions[96] = DoCompiledMemoryStats;
+  table.functions[137] = DoErrorForEachPayload;
   return &table;
 }
 }
