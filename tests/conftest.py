@@ -16,10 +16,11 @@ import hypothesis
 import numpy as np
 import pytest
 
-from tests.frontends import FRONTENDS, Frontend, Unavailable
+from tests.frontends import FRONTENDS, OF_OTHER_ENVIRONMENTS, Frontend, Unavailable
 
 # torch.compile's default backend takes seconds a call: only tests that name it run it.
 DEFAULT_FRONTENDS = tuple(name for name in FRONTENDS if name != "inductor")
+_OF_THIS_ENVIRONMENT = [name for name in FRONTENDS if name not in OF_OTHER_ENVIRONMENTS]
 
 hypothesis.settings.register_profile(
     "flashxla", deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -28,7 +29,9 @@ hypothesis.settings.load_profile("flashxla")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--frontends", default=",".join(FRONTENDS), help="comma-separated front ends to run")
+    parser.addoption(
+        "--frontends", default=",".join(_OF_THIS_ENVIRONMENT), help="comma-separated front ends to run"
+    )
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors live")
     parser.addoption("--seed", type=int, default=None, help="of the random inputs; drawn when not given")
     parser.addoption(

@@ -241,6 +241,57 @@ class JaxJitFrontend(JaxFrontend):
         return program(donated, others)
 
 
+class TorchaxFrontend(TorchFrontend):
+    """torchax's tensors, whose caches keep their buffers."""
+
+    name = "torchax"
+
+    def start(self) -> None:
+        self.torch = importlib.import_module("torch")
+        self.torchax = importlib.import_module("torchax")
+        importlib.import_module("flashxla.torchax").register()
+        self.env = self.torchax.default_env()
+        if importlib.import_module("jax").default_backend() != {"cpu": "cpu", "cuda": "gpu"}[self.device]:
+            raise Unavailable(f"{self.name}: JAX is not on {self.device}")
+
+    def tensor(self, array: Array) -> Any:
+        """A tensor with a copy of the array's data."""
+        return self.torchax.tensor.Tensor(self.torchax.interop.jax.numpy.array(array, copy=True), self.env)
+
+    def array(self, tensor: Any) -> Array:
+        """The data of a tensor."""
+        return np.asarray(tensor.jax())
+
+    def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
+        with self.env:
+            return function(**tensors, **scalars)
+
+
+class TorchaxJitFrontend(TorchaxFrontend):
+    """torchax.interop.jax_jit with donated caches."""
+
+    name = "torchax_jit"
+
+    def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
+        updated = {
+            name: tensors[name] for name in ("key_cache", "value_cache", "kv_cache") if name in tensors
+        }
+        if function.__name__ in ("flash_attn_varlen_func", "paged_attention"):
+            updated = {}  # which read it
+        others = {name: x for name, x in tensors.items() if name not in updated}
+
+        def program(updated: dict[str, Any], others: dict[str, Any]) -> Any:
+            return function(**updated, **others, **scalars), updated
+
+        jit = self.torchax.interop.jax_jit(program, kwargs_for_jax_jit={"donate_argnums": 0})
+        result, new = jit(updated, others)
+        tensors.update(new)
+        return result
+
+
+# Those of environments with other versions of PyTorch: they run where they are named.
+OF_OTHER_ENVIRONMENTS = ("torchax", "torchax_jit")
+
 FRONTENDS: dict[str, type[Frontend]] = {
     frontend.name: frontend
     for frontend in (
@@ -250,5 +301,7 @@ FRONTENDS: dict[str, type[Frontend]] = {
         OpenxlaFrontend,
         JaxFrontend,
         JaxJitFrontend,
+        TorchaxFrontend,
+        TorchaxJitFrontend,
     )
 }

@@ -21,7 +21,8 @@ def attach(call: Call, forward: Callable[..., list[jax.Array]], run: Run) -> Cal
     return _with_vjp(call, call.op.vjp, forward, run)
 
 
-def _no_backward(call: Call, arguments: Sequence[str] = ()) -> NotImplementedError:
+def no_backward(call: Call, arguments: Sequence[str] = ()) -> NotImplementedError:
+    """What says that there is no gradient, of these arguments."""
     of = f" of {', '.join(arguments)}" if arguments else ""
     return NotImplementedError(
         f"{call.op.function}: no backward pass: a derivative{of} was asked for; keep it out of what is "
@@ -36,7 +37,7 @@ def _without_derivative(call: Call, forward: Callable[..., Any], arguments: Sequ
 
     @computation.defjvp
     def no_derivative(primals: Any, tangents: Any) -> Any:
-        raise _no_backward(call, arguments)
+        raise no_backward(call, arguments)
 
     return computation
 
@@ -83,7 +84,7 @@ def _with_vjp(call: Call, vjp: Vjp, forward: Callable[..., list[jax.Array]], run
                 zero = cotangents[result_names.index(name)]
                 tensors[tensor.name] = jnp.zeros(zero.shape, zero.dtype)
         if given:
-            raise _no_backward(call, list(given))
+            raise no_backward(call, list(given))
         backward = vjp.op.resolve(
             {t.name: aval_of(tensors[t.name]) if t.name in tensors else None for t in vjp.op.tensors},
             {s.name: dict(call.scalars)[s.name] for s in vjp.op.scalars},
