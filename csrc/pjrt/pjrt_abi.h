@@ -98,13 +98,27 @@ struct ErrorForEachPayloadArgs {
   const Error* error;
 };
 
+enum NamedValueType : int32_t {
+  kStringValue = 0,
+  kInt64Value = 1,
+  kInt64ListValue = 2,
+  kFloatValue = 3,
+  kBoolValue = 4,
+};
+
 struct NamedValue {
   size_t struct_size;
   Extension* extension_start;
   const char* name;
   size_t name_size;
   int32_t type;
-  const void* value;
+  union {
+    const char* string_value;
+    int64_t int64_value;
+    const int64_t* int64_array_value;
+    float float_value;
+    bool bool_value;
+  };
   size_t value_size;
 };
 

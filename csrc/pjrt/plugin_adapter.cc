@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "pjrt/client_options.h"
 #include "pjrt/device_views.h"
 #include "pjrt/grown_structs.h"
 #include "pjrt/own_errors.h"

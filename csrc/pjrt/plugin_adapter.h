@@ -3,6 +3,7 @@
 #ifndef FLASHXLA_CSRC_PJRT_PLUGIN_ADAPTER_H_
 #define FLASHXLA_CSRC_PJRT_PLUGIN_ADAPTER_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "flashxla/common.h"
@@ -22,6 +23,12 @@ FLASHXLA_EXPORT const char* flashxla_pjrt_accepted_versions();
 // Registers an XLA FFI handler with the runtime inside the plugin, for its platform ("CUDA").
 FLASHXLA_EXPORT const char* flashxla_pjrt_register_ffi(const char* target, void* handler,
                                                        const char* platform);
+
+// Adds an option to those that a framework creates its client with, in place of one of that name.
+// `type` is PJRT's (0 string, 1 int64, 2 list of int64, 3 float, 4 bool), `value` points to `size`
+// characters or numbers, which are copied. For frameworks that pass no options of the plugin on.
+FLASHXLA_EXPORT void flashxla_pjrt_set_option(const char* name, int32_t type, const void* value,
+                                              size_t size);
 
 // Makes the next transfer of the host memory at `host` give a buffer that is the device memory of a
 // DLPack tensor (DLManagedTensor). The tensor is deleted together with that buffer.

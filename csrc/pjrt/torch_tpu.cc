@@ -1,8 +1,6 @@
 #include "pjrt/torch_tpu.h"
 
 #include <algorithm>
-#include <cstring>
-#include <iterator>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -14,15 +12,7 @@
 namespace flashxla::pjrt {
 namespace {
 
-// Of TorchTPU 0.2: the size of a pool of pinned host memory.
-constexpr char kOptionOfTpus[] = "premapped_buffer_size";
-
 constexpr char kDevice[] = "device";
-
-bool IsOfTpus(const NamedValue& option) {
-  return option.name_size == sizeof(kOptionOfTpus) - 1 &&
-         std::memcmp(option.name, kOptionOfTpus, option.name_size) == 0;
-}
 
 Error* ChipCount(void* caller) {
   static_cast<TpuTopologyChipCountArgs*>(caller)->chip_count = 1;
@@ -65,21 +55,6 @@ int32_t CodeOf(const Error* error) {
 }
 
 }  // namespace
-
-Error* ClientCreate(void* caller) {
-  auto* args = static_cast<ClientCreateArgs*>(caller);
-  const NamedValue* const callers_options = args->create_options;
-  const size_t callers_count = args->num_options;
-  std::vector<NamedValue> options;
-  std::remove_copy_if(callers_options, callers_options + callers_count, std::back_inserter(options),
-                      IsOfTpus);
-  args->create_options = options.data();
-  args->num_options = options.size();
-  Error* error = Original(kClientCreate)(caller);
-  args->create_options = callers_options;
-  args->num_options = callers_count;
-  return error;
-}
 
 Error* ExecutableOutputMemoryKinds(void* caller) {
   Error* error = Original(kExecutableOutputMemoryKinds)(caller);

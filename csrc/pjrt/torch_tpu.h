@@ -6,9 +6,6 @@
 
 namespace flashxla::pjrt {
 
-// Client_Create without the options that only TPUs know, which other plugins refuse.
-Error* ClientCreate(void* caller);
-
 // Executable_OutputMemoryKinds; where the plugin has none, as XLA's for CPUs: "device".
 Error* ExecutableOutputMemoryKinds(void* caller);
 

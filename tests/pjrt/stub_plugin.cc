@@ -86,7 +86,13 @@ struct NamedValue {
   const char* name;
   size_t name_size;
   int type;
-  int64_t value;
+  union {
+    const char* text;
+    int64_t number;
+    const int64_t* numbers;
+    float real;
+    bool flag;
+  };
   size_t value_size;
 };
 
@@ -296,7 +302,7 @@ struct Registered {
 };
 
 Registered registered;
-char options[256];  // of the latest Client_Create: name=value, ...
+char options[256];  // of the latest Client_Create: name=value;...
 int live_errors = 0;
 
 std::string Setting(const char* name, const char* otherwise) {
@@ -371,6 +377,25 @@ Error* DoErrorForEachPayload(void* raw) {
   return Enter("Error_ForEachPayload", "_Args", raw, END_OF(ErrorForEachPayload, user_arg));
 }
 
+std::string Text(const NamedValue& option) {
+  switch (option.type) {
+    case 0:
+      return std::string(option.text, option.value_size);
+    case 1:
+      return std::to_string(option.number);
+    case 2: {
+      std::string list;
+      for (size_t i = 0; i < option.value_size; ++i)
+        list += std::to_string(option.numbers[i]) + ",";
+      return list;
+    }
+    case 3:
+      return std::to_string(option.real);
+    default:
+      return option.flag ? "true" : "false";
+  }
+}
+
 Error* DoClientCreate(void* raw) {
   auto* args = static_cast<ClientCreate*>(raw);
   if (Error* error =
@@ -380,7 +405,7 @@ Error* DoClientCreate(void* raw) {
   std::string text;
   for (size_t i = 0; i < args->num_options; ++i) {
     const NamedValue& option = args->create_options[i];
-    text += std::string(option.name, option.name_size) + "=" + std::to_string(option.value) + ",";
+    text += std::string(option.name, option.name_size) + "=" + Text(option) + ";";
   }
   std::snprintf(options, sizeof(options), "%s", text.c_str());
   args->client = reinterpret_cast<void*>(4000);

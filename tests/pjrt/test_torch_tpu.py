@@ -26,7 +26,8 @@ class Options:
         self._names = [ctypes.create_string_buffer(name.encode()) for name in values]
         self._array = (caller.NamedValue * len(values))()
         for option, name, (text, value) in zip(self._array, self._names, values.items(), strict=True):
-            option.name, option.name_size, option.value = ctypes.addressof(name), len(text), value
+            option.name, option.name_size = ctypes.addressof(name), len(text)
+            option.type, option.value, option.value_size = 1, value, 1
 
     @property
     def address(self) -> int:
@@ -38,8 +39,8 @@ class Options:
     [
         ({}, ""),
         ({"premapped_buffer_size": 7}, ""),
-        ({"memory_fraction": 1, "premapped_buffer_size": 7, "node_id": 2}, "memory_fraction=1,node_id=2,"),
-        ({"premapped_buffer_sizes": 7, "premapped": 8}, "premapped_buffer_sizes=7,premapped=8,"),
+        ({"memory_fraction": 1, "premapped_buffer_size": 7, "node_id": 2}, "memory_fraction=1;node_id=2;"),
+        ({"premapped_buffer_sizes": 7, "premapped": 8}, "premapped_buffer_sizes=7;premapped=8;"),
     ],
 )
 def test_options_of_tpus_are_dropped(table: Table, stub: Stub, asked: dict[str, int], passed_on: str) -> None:
@@ -50,6 +51,28 @@ def test_options_of_tpus_are_dropped(table: Table, stub: Stub, asked: dict[str, 
     assert stub.options == passed_on
     assert memory.args.client == 4000
     assert memory.changed() == {"client"}
+
+
+def test_options_of_flashxla_are_added(fresh: FreshAdapter, stub: Stub) -> None:
+    """Of every type; one that the framework has is replaced."""
+    adapter = fresh.load(stub.path)
+    adapter.set_options(
+        {"platform_name": "cuda", "node_id": 5, "visible_devices": [2, 0], "memory_fraction": 0.5}
+        | {"preallocate": False, "nothing": []}
+    )
+    adapter.set_options({"preallocate": True})
+    given = Options(premapped_buffer_size=7, other=8, node_id=1)
+    memory = Memory(caller.ClientCreate, create_options=given.address, num_options=3)
+    assert fresh.table().call("Client_Create", memory) is None
+    assert stub.options == (
+        "other=8;memory_fraction=0.500000;node_id=5;nothing=;platform_name=cuda;preallocate=true;visible_devices=2,0,;"
+    )
+    assert memory.changed() == {"client"}
+
+
+def test_options_of_an_unknown_type(fresh: FreshAdapter, stub: Stub) -> None:
+    with pytest.raises(TypeError, match="allocator: got None"):
+        fresh.load(stub.path).set_options({"allocator": None})
 
 
 def test_an_error_of_a_client_is_the_plugins_own(

@@ -10,7 +10,9 @@ import ctypes
 import functools
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flashxla import install, native
 
@@ -72,6 +74,13 @@ class Adapter:
         self._cdll.flashxla_pjrt_accepted_versions.restype = ctypes.c_char_p
         self._cdll.flashxla_pjrt_register_ffi.restype = ctypes.c_char_p
         self._cdll.flashxla_pjrt_register_ffi.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_char_p)
+        self._cdll.flashxla_pjrt_set_option.argtypes = (
+            ctypes.c_char_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        )
+        self._cdll.flashxla_pjrt_set_option.restype = None
         self._cdll.flashxla_pjrt_provide_view.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._cdll.flashxla_pjrt_provide_view.restype = None
         self._cdll.flashxla_pjrt_withdraw_view.argtypes = (ctypes.c_void_p,)
@@ -98,6 +107,12 @@ class Adapter:
                     f"flashxla: could not register its XLA custom calls with {self.plugin.name}: {problem.decode()}"
                 )
 
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Give the plugin these options when a framework creates its client: text, numbers, lists of integers."""
+        for name, value in options.items():
+            kind, array, size = _option(name, value)
+            self._cdll.flashxla_pjrt_set_option(name.encode(), kind, ctypes.addressof(array), size)
+
     def provide_view(self, host_address: int, managed_tensor: int) -> None:
         """Let the next transfer of the host memory give a buffer that is a DLManagedTensor's memory, and owns it."""
         self._cdll.flashxla_pjrt_provide_view(host_address, managed_tensor)
@@ -105,6 +120,22 @@ class Adapter:
     def withdraw_view(self, host_address: int) -> bool:
         """Whether such a transfer has not taken place; then it will not."""
         return bool(self._cdll.flashxla_pjrt_withdraw_view(host_address))
+
+
+def _option(name: str, value: Any) -> tuple[int, Any, int]:
+    """PJRT's number of a value's type, the value in memory, and its length."""
+    if isinstance(value, str):
+        text = value.encode()
+        return 0, ctypes.create_string_buffer(text), len(text)
+    if isinstance(value, bool):
+        return 4, ctypes.c_bool(value), 1
+    if isinstance(value, int):
+        return 1, ctypes.c_int64(value), 1
+    if isinstance(value, float):
+        return 3, ctypes.c_float(value), 1
+    if isinstance(value, list):
+        return 2, (ctypes.c_int64 * len(value))(*value), len(value)
+    raise TypeError(f"flashxla: {name}: got {value!r}; accepted: text, a number, or a list of integers")
 
 
 @functools.cache
