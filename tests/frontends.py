@@ -289,8 +289,32 @@ class TorchaxJitFrontend(TorchaxFrontend):
         return result
 
 
+class TorchTpuFrontend(TorchFrontend):
+    """TorchTPU's tensors, eager."""
+
+    name = "torchtpu"
+
+    def start(self) -> None:
+        flashxla = importlib.import_module("flashxla")
+        try:
+            flashxla.use_cpu() if self.device == "cpu" else flashxla.use_gpu()
+        except RuntimeError as error:
+            raise Unavailable(f"{self.name}: {error}") from error
+        self.torch = importlib.import_module("torch")
+
+    def target_device(self) -> Any:
+        return "tpu"
+
+
+class TorchTpuCompiledFrontend(_Compiled, TorchTpuFrontend):
+    """torch.compile(backend="tpu") on TorchTPU's tensors."""
+
+    name = "torchtpu_compiled"
+    backend = "tpu"
+
+
 # Those of environments with other versions of PyTorch: they run where they are named.
-OF_OTHER_ENVIRONMENTS = ("torchax", "torchax_jit")
+OF_OTHER_ENVIRONMENTS = ("torchax", "torchax_jit", "torchtpu", "torchtpu_compiled")
 
 FRONTENDS: dict[str, type[Frontend]] = {
     frontend.name: frontend
@@ -303,5 +327,7 @@ FRONTENDS: dict[str, type[Frontend]] = {
         JaxJitFrontend,
         TorchaxFrontend,
         TorchaxJitFrontend,
+        TorchTpuFrontend,
+        TorchTpuCompiledFrontend,
     )
 }

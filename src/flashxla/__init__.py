@@ -9,6 +9,7 @@ The operations live in one module per framework, with the same names and argumen
 from importlib.metadata import version as _version
 
 from flashxla.explain import Explanation, explain
+from flashxla.xla.cpu import use_cpu
 from flashxla.xla.gpu import use_gpu
 
 __version__ = _version("flashxla")
@@ -25,4 +26,4 @@ def setup_custom_call() -> None:
     registration.register_all()
 
 
-__all__ = ["Explanation", "__version__", "explain", "setup_custom_call", "use_gpu"]
+__all__ = ["Explanation", "__version__", "explain", "setup_custom_call", "use_cpu", "use_gpu"]

@@ -28,7 +28,7 @@ def define(library: torch.library.Library) -> None:
         f"{_NO_BACKWARD}(Tensor grad, str message, SymInt[] shape, ScalarType dtype) -> Tensor",
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
-    for key in (*(p.torch_key for p in PLATFORMS.values()), "XLA"):
+    for key in (*(p.torch_key for p in PLATFORMS.values()), "XLA", "PrivateUse1"):
         library.impl(_NO_BACKWARD, _raise, key)
     torch.library.register_fake(f"flashxla::{_NO_BACKWARD}", _fake, lib=library)
 

@@ -20,12 +20,13 @@ from torch._subclasses.functional_tensor import (
 
 from flashxla import torch_autograd, torch_calls
 from flashxla.ops import OPS
-from flashxla.ops.op import Op
+from flashxla.ops.op import Call, Op
 from flashxla.ops.parameters import Tensor
 from flashxla.platforms import PLATFORMS
 from flashxla.xla import lazy as lazy_calls
 
 _LIBRARY = torch.library.Library("flashxla", "DEF")
+_TORCH_TPU_KEY = "PrivateUse1"
 _KEYS = {platform.name: platform.torch_key for platform in PLATFORMS.values()}
 # A length may be a symbol of torch.compile's. Other types have the names that Python gives them.
 _SCHEMA_TYPES: dict[type, str] = {int: "SymInt"}
@@ -51,6 +52,7 @@ def _register(op: Op) -> None:
     for platform, key in _KEYS.items():
         _LIBRARY.impl(variant, _functional_kernel(op, platform), key)
     _LIBRARY.impl(variant, _xla_kernel(op), "XLA")
+    _LIBRARY.impl(variant, _torch_tpu_kernel(op, in_place=False), _TORCH_TPU_KEY)
     torch.library.register_fake(f"flashxla::{variant}", _functional_fake_kernel(op), lib=_LIBRARY)
     _functionalize(op)
 
@@ -60,6 +62,7 @@ def _register_eager(op: Op, name: str) -> None:
     _LIBRARY.define(_schema(op, name), tags=(torch.Tag.needs_fixed_stride_order,))
     for platform, key in _KEYS.items():
         _LIBRARY.impl(name, _native_kernel(op, platform), key)
+    _LIBRARY.impl(name, _torch_tpu_kernel(op, in_place=True), _TORCH_TPU_KEY)
     torch.library.register_fake(f"flashxla::{name}", _fake_kernel(op), lib=_LIBRARY)
 
 
@@ -153,22 +156,50 @@ def _fake_results(op: Op, values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _xla_kernel(op: Op) -> Callable[..., Any]:
-    """The results of an op, and behind them what it updates."""
-    fields = [r.field for r in op.results]
-    updated = op.updated_positions
+    """The results of an op on PyTorch/XLA's tensors, and behind them what it updates."""
 
     def kernel(*args: Any, donate: bool = False) -> Any:
         from flashxla.xla import embed
 
         values = values_of(op, args)
         call, tensors = embed.run(op, values, donate=donate)
-        got = dict(zip([field for field, _ in call.results], tensors, strict=False))
-        empty = None if len(got) == len(fields) else values[0].new_empty((0,), dtype=torch.float32)
-        updates = iter(tensors[len(got) :])
-        caches = [None if values[i] is None else next(updates) for i in updated]
-        return _returned([*(got.get(field, empty) for field in fields), *caches])
+        return _returned_by_xla(op, call, values, tensors)
 
     return kernel
+
+
+def _torch_tpu_kernel(op: Op, in_place: bool) -> Callable[..., Any]:
+    """An op on TorchTPU's tensors: its results, and what it updates, which is written back or returned behind them."""
+    updated = op.updated_positions
+
+    def kernel(*args: Any, donate: bool = False) -> Any:
+        from flashxla.xla import torch_tpu_calls
+
+        values = values_of(op, args)
+        call, tensors = torch_tpu_calls.run(op, values, donate=in_place or donate)
+        if not in_place:
+            return _returned_by_xla(op, call, values, tensors)
+        # A whole tensor takes the new memory, which is its own.
+        given = [values[i] for i in updated if values[i] is not None]
+        for tensor, new in zip(given, tensors[len(call.results) :], strict=True):
+            tensor.copy_(new)
+        return _returned_by_xla(op, call, values, tensors[: len(call.results)])
+
+    return kernel
+
+
+def _returned_by_xla(op: Op, call: Call, values: torch_calls.Values, tensors: Sequence[torch.Tensor]) -> Any:
+    """A call's results, empty ones for those that it does not compute, and behind them the updates that are given."""
+    count = len(call.results)
+    got = dict(zip([field for field, _ in call.results], tensors[:count], strict=True))
+    empty = None if count == len(op.results) else values[0].new_empty((0,), dtype=torch.float32)
+    results = [got.get(r.field, empty) for r in op.results]
+    if len(tensors) == count:
+        return _returned(results)
+    updates = iter(tensors[count:])
+    return _returned(
+        [*results, *(None if values[i] is None else next(updates) for i in op.updated_positions)]
+    )
 
 
 # Functionalization

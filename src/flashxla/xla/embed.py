@@ -86,7 +86,7 @@ def _lower(call: Call, operands: tuple[Aval, ...], platform: str) -> bytes:
 
     computation.__name__ = f"flashxla_{call.op.native}"
     # keep_unused: the computation's parameters are the operands, whatever the call makes of them.
-    with jax.enable_x64(True), jax.default_device(_device_to_lower_for()), _no_source_locations():
+    with jax.enable_x64(True), jax.default_device(device_to_lower_for()), _no_source_locations():
         traced = jax.jit(computation, keep_unused=True).trace(*map(jax_avals.shape_dtype, operands[::-1]))
         lowered = traced.lower(lowering_platforms=(platform,))
         return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
@@ -105,7 +105,7 @@ def _no_source_locations() -> Iterator[None]:
 
 
 @functools.cache
-def _device_to_lower_for() -> jax.Device:
+def device_to_lower_for() -> jax.Device:
     """A CPU device of a client of its own, whatever is lowered for.
 
     Asking JAX for one would start all its backends, and the one for GPUs takes their memory.

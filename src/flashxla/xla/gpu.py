@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import sys
@@ -46,10 +47,11 @@ def use_gpu(
     visible_devices: Sequence[int] | None = None,
     allocator: str | None = None,
 ) -> None:
-    """Run PyTorch/XLA on this machine's NVIDIA GPUs, through JAX's CUDA plugin: PJRT_DEVICE=CUDA as a call.
+    """Run PyTorch/XLA, or TorchTPU where that is installed, on this machine's NVIDIA GPUs, through JAX's CUDA plugin.
 
-    Call it before the first XLA device is used. What it sets are environment variables, which processes started
-    from here inherit. An option that is not given keeps what its variable says, else XLA's default.
+    Call it before the first XLA device is used. For PyTorch/XLA it is PJRT_DEVICE=CUDA as a call; TorchTPU's tensors
+    have the device "tpu" here, too. What it sets are environment variables, which processes started from here inherit.
+    An option that is not given keeps what its variable says, else XLA's default.
 
     Args:
         memory_fraction: share of the GPU's memory for XLA's allocator (XLA_CLIENT_MEM_FRACTION); XLA's default
@@ -59,7 +61,7 @@ def use_gpu(
         allocator: "default", "platform", "bfc", "cuda_async" or "vmm" (XLA_PYTHON_CLIENT_ALLOCATOR).
 
     Raises:
-        RuntimeError: PyTorch/XLA has started already, or JAX's CUDA plugin is not installed.
+        RuntimeError: PyTorch/XLA or TorchTPU has started already, or JAX's CUDA plugin is not installed.
         ValueError: an option's value.
     """
     if "torch_xla" in sys.modules and sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized():
@@ -82,6 +84,10 @@ def use_gpu(
     # Before PyTorch/XLA starts: where it has failed to, it aborts the process at the next attempt.
     pjrt_adapter.find_plugin()
     os.environ.update(variables)
+    if importlib.util.find_spec("torch_tpu") is not None:
+        from flashxla.xla import torch_tpu
+
+        torch_tpu.start("use_gpu", CUDA, client_options(os.environ))
 
 
 def client_options(environment: Mapping[str, str]) -> dict[str, Any]:

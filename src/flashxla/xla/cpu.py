@@ -1,0 +1,43 @@
+"""TorchTPU on a CPU, for tests and for machines without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from flashxla.platforms import CPU
+from flashxla.xla import pjrt_adapter
+
+_PACKAGE = "xla_plugins.xla_cpu_pjrt"
+
+
+def use_cpu() -> None:
+    """Run TorchTPU on this machine's CPU, through a PJRT plugin for CPUs: the package xla-cpu-pjrt, or the file that
+    FLASHXLA_PJRT_PLUGIN names. Tensors have the device "tpu", which is what TorchTPU calls it.
+
+    Call it before the first such tensor is made.
+
+    Raises:
+        RuntimeError: TorchTPU has started already, or TorchTPU or a plugin is not installed.
+    """
+    from flashxla.xla import torch_tpu
+
+    if not torch_tpu.is_installed():
+        raise RuntimeError(
+            "flashxla.use_cpu: needs TorchTPU (torch-tpu); PyTorch and JAX have CPU devices of their own"
+        )
+    if pjrt_adapter.PLUGIN_VARIABLE not in os.environ:
+        os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(_plugin())
+    torch_tpu.start("use_cpu", CPU, {})
+
+
+def _plugin() -> Path:
+    spec = importlib.util.find_spec("xla_plugins") and importlib.util.find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        for path in sorted(Path(folder).glob("*.so")):
+            return path
+    raise pjrt_adapter.PluginError(
+        "flashxla.use_cpu: needs a PJRT plugin for CPUs: pip install xla-cpu-pjrt, or name the file of one in "
+        f"{pjrt_adapter.PLUGIN_VARIABLE}"
+    )

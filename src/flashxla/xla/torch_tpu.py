@@ -1,0 +1,62 @@
+"""TorchTPU on other devices than TPUs: starting it.
+
+TorchTPU is PyTorch's backend for XLA after PyTorch/XLA. Its wheels know TPUs alone, but it loads its PJRT plugin by the
+path in TPU_LIBRARY_PATH: the adapter (csrc/pjrt), with JAX's CUDA plugin or a CPU plugin in it. Tensors keep the device
+type "tpu".
+
+Nothing here imports PyTorch before that variable is set: without it and without libtpu, `import torch` loads TorchTPU,
+which aborts the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from flashxla import native
+from flashxla.platforms import CPU, CUDA, Platform
+from flashxla.xla import pjrt_adapter
+
+DEVICE = "tpu"
+_LIBRARY_PATH = "TPU_LIBRARY_PATH"
+# What the plugins' runtimes call their platforms in their registries of handlers.
+_REGISTRIES = {CPU: "Host", CUDA: CUDA.jax_registry}
+_started: list[Platform] = []
+
+
+def is_installed() -> bool:
+    """Whether there is a TorchTPU to start."""
+    return importlib.util.find_spec("torch_tpu") is not None
+
+
+def platform() -> Platform | None:
+    """Where TorchTPU runs by `start`; None before."""
+    return _started[0] if _started else None
+
+
+def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None:
+    """Start TorchTPU on the devices of the plugin that is installed for a platform.
+
+    Args:
+        function: what the user called, for messages.
+        platform: where the plugin's programs run.
+        options: of the plugin's client.
+
+    Raises:
+        RuntimeError: TorchTPU runs already, on another platform or with another plugin; or there is no plugin.
+    """
+    if platform in _started:
+        return
+    adapter = pjrt_adapter.load()
+    running = _started[0].name if _started else os.environ.get(_LIBRARY_PATH, str(adapter.path))
+    if running != str(adapter.path):
+        raise RuntimeError(f"flashxla.{function}: TorchTPU runs already, on {running}")
+    adapter.set_options(options)
+    adapter.register_ffi(native.library(platform.name).ffi_targets, _REGISTRIES[platform])
+    os.environ[_LIBRARY_PATH] = str(adapter.path)
+    loader = importlib.import_module("torch_tpu._loader")
+    loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
+    _started.append(platform)

@@ -1,0 +1,107 @@
+"""The operations as custom kernels of TorchTPU: programs that JAX exports, called on its tensors."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashxla import torch_calls
+from flashxla.ops.op import Call, Op
+from flashxla.platforms import Platform
+from flashxla.torch_calls import Values
+from flashxla.xla import torch_tpu
+
+
+class Program(NamedTuple):
+    """A call as a custom kernel of TorchTPU.
+
+    operands: the positions of its operands among the op's arguments; donated: of what it updates, among the operands.
+    """
+
+    call: Call
+    key: str
+    outputs: tuple[torch.Tensor, ...]
+    operands: tuple[int, ...]
+    donated: tuple[int, ...]
+
+
+def run(op: Op, values: Values, donate: bool) -> tuple[Call, list[torch.Tensor]]:
+    """Run an operation on TorchTPU's tensors; returns the call, its results and then what it updates.
+
+    donate: the memory of what is updated may be the results'. The caller must then write them back to it.
+    """
+    from torch_tpu._internal.pallas import tpu_torch_pallas
+
+    made = program(op, torch_calls.signature(op, values))
+    inputs = [values[i] for i in made.operands]
+    if donate:
+        donate = not _share_storage(inputs, made.donated)
+    results = tpu_torch_pallas.call_custom_kernel(
+        _name(op),
+        made.key,
+        inputs=inputs,
+        output_shapes=list(made.outputs),
+        donate_argnums=list(made.donated) if donate else [],
+        device_assignment=[],
+    )
+    return made.call, list(results)
+
+
+def _share_storage(inputs: Sequence[torch.Tensor], donated: Sequence[int]) -> bool:
+    """Whether memory that would be donated is another input's, too."""
+    storages = [x.untyped_storage()._cdata for x in inputs]
+    return any(storages.count(storages[i]) > 1 for i in donated)
+
+
+@functools.lru_cache(maxsize=4096)
+def program(op: Op, signature: torch_calls.Signature) -> Program:
+    """A call and its program. Raises TypeError and ValueError."""
+    from torch_tpu._internal.pallas import pallas, tpu_torch_pallas
+
+    call = torch_calls.resolve(op, signature)
+    platform = torch_tpu.platform()
+    if platform is None:
+        raise RuntimeError(
+            f"{op.function}: TorchTPU's tensors need flashxla.use_gpu() or flashxla.use_cpu() to have started TorchTPU"
+        )
+    exported = _export(op, call, signature, platform)
+    module = exported.mlir_module_serialized
+    key = hashlib.blake2b(module, digest_size=16).hexdigest()
+    tpu_torch_pallas.register_custom_kernel(_name(op), key, serialized_mlir_module=module)
+    return Program(
+        call,
+        key,
+        outputs=tuple(pallas.torch_placeholder(aval) for aval in exported.out_avals),
+        operands=tuple(op.names.index(name) for name, _ in call.operands),
+        donated=call.updates,
+    )
+
+
+def _export(op: Op, call: Call, signature: torch_calls.Signature, platform: Platform) -> Any:
+    import jax
+    import jax.export
+
+    from flashxla import jax_avals, jax_calls
+    from flashxla.jax import export_checks
+    from flashxla.xla.embed import device_to_lower_for
+
+    given = torch_calls.tensor_metas(op, signature)
+    metas = [given[name] for name, _ in call.operands]
+    avals = [jax_avals.shape_dtype(torch_calls.aval(meta)) for meta in metas if meta is not None]
+
+    def computation(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax_calls.custom_call(call, operands))
+
+    computation.__name__ = _name(op)
+    with jax.enable_x64(True), jax.default_device(device_to_lower_for()):
+        jitted = jax.jit(computation, donate_argnums=call.updates, keep_unused=True)
+        export = jax.export.export(jitted, platforms=[platform.jax_lowering], disabled_checks=export_checks())
+        return export(*avals)
+
+
+def _name(op: Op) -> str:
+    return f"flashxla_{op.name}"
