@@ -4,6 +4,7 @@ JOBS ?= 2
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 LEGACY_BIN := .venv-vllm-legacy/bin
+TORCHTPU_BIN := .venv-torchtpu/bin
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
@@ -13,7 +14,7 @@ CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy \
-  lock-vllm-legacy clean
+  lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -146,5 +147,32 @@ lock-vllm-legacy: .venv-vllm-legacy/packages  ## choose the versions in vllm-leg
 	  --no-binary vllm --generate-hashes --no-emit-index-url --no-emit-find-links \
 	  --custom-compile-command "make lock-vllm-legacy" -o vllm-legacy/vllm.lock
 
+# The PyTorch of today on XLA: TorchTPU and torchax, in a fourth environment.
+torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax with flashxla, in .venv-torchtpu (Python 3.12)
+
+# Each takes PyTorch's one place for another backend, so each has a process. Without a plugin TorchTPU stops "import torch".
+test-torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax on a CPU: the operations, in place
+	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 tests/torchtpu tests/ops -k torchtpu \
+	  --frontends torchtpu,torchtpu_compiled
+	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TORCHTPU_BIN)/python -m pytest -n 2 \
+	  tests/torchax tests/ops -k torchax --frontends torchax,torchax_jit
+
+.venv-torchtpu/packages: torchtpu/requirements.lock
+	@echo "== packages into .venv-torchtpu (about 3 GB to download, 2 to 4 minutes)"
+	@python=$$(vllm-plugin/find-python) && "$$python" -m venv --clear .venv-torchtpu
+	@$(TORCHTPU_BIN)/python -m pip install -q "$$(grep -oE '^uv==[^ ]+' requirements.lock)"
+	@$(TORCHTPU_BIN)/uv pip install --python $(TORCHTPU_BIN)/python --no-deps --require-hashes -r torchtpu/requirements.lock
+	@touch $@
+
+.venv-torchtpu/built: .venv-torchtpu/packages pyproject.toml $(NATIVE_SOURCES) $(shell find src -name '*.py')
+	@echo "== flashxla into .venv-torchtpu (about 1 minute)"
+	@$(TORCHTPU_BIN)/uv pip install -q --python $(TORCHTPU_BIN)/python --no-deps --reinstall-package flashxla . -C build-dir=build/torchtpu
+	@touch $@
+
+lock-torchtpu: .venv/packages  ## choose the versions in torchtpu/requirements.lock anew
+	@$(BIN)/uv pip compile -q --upgrade torchtpu/requirements.in --override torchtpu/overrides.txt \
+	  --python-version 3.12 --python-platform x86_64-manylinux_2_31 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock-torchtpu" -o torchtpu/requirements.lock
+
 clean:  ## forget what was built
-	@rm -rf .venv .venv-vllm .venv-vllm-legacy build dist
+	@rm -rf .venv .venv-vllm .venv-vllm-legacy .venv-torchtpu build dist

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import secrets
 
@@ -17,7 +16,6 @@ import hypothesis
 import numpy as np
 import pytest
 
-import flashxla
 from tests.frontends import FRONTENDS, OF_OTHER_ENVIRONMENTS, Frontend, Unavailable
 
 # torch.compile's default backend takes seconds a call: only tests that name it run it.
@@ -67,10 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Workers of pytest-xdist and the processes that tests start share the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.08")
-    if importlib.util.find_spec(
-        "torch_tpu"
-    ):  # without which "import torch" aborts where TorchTPU is installed
-        flashxla.use_cpu() if config.option.device == "cpu" else flashxla.use_gpu()
+    # Before anything imports PyTorch, which would start TorchTPU without a plugin, and abort.
+    for name in _selected(config):
+        if name.startswith("torchtpu"):
+            _frontend(name, config.option.device)
 
 
 @pytest.hookimpl(optionalhook=True)

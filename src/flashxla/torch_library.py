@@ -176,10 +176,10 @@ def _torch_tpu_kernel(op: Op, in_place: bool) -> Callable[..., Any]:
         from flashxla.xla import torch_tpu_calls
 
         values = values_of(op, args)
-        call, tensors = torch_tpu_calls.run(op, values, donate=in_place or donate)
+        call, tensors = torch_tpu_calls.run(op, values)
         if not in_place:
             return _returned_by_xla(op, call, values, tensors)
-        # A whole tensor takes the new memory, which is its own.
+        # A whole tensor takes the new memory for its own.
         given = [values[i] for i in updated if values[i] is not None]
         for tensor, new in zip(given, tensors[len(call.results) :], strict=True):
             tensor.copy_(new)

@@ -111,7 +111,10 @@ def _differentiable(call: Call, tensors: dict[str, Any]) -> Any:
     names = [name for name, _ in call.operands]
     if call.updates:
         raise jax_derivatives.no_backward(call, [name for name in names if tensors[name].requires_grad])
-    run = interop.j2t_autograd(lambda *operands: tuple(jax_calls.custom_call(call, operands)))
+    # torchax hands it on as a function of PyTorch's.
+    run = interop.j2t_autograd(
+        interop.torch_view(lambda *operands: tuple(jax_calls.custom_call(call, operands)))
+    )
     return _returned(call, list(run(*(tensors[name] for name in names))))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,44 +16,33 @@ from flashxla.xla import torch_tpu
 
 
 class Program(NamedTuple):
-    """A call as a custom kernel of TorchTPU.
-
-    operands: the positions of its operands among the op's arguments; donated: of what it updates, among the operands.
-    """
+    """A call as a custom kernel of TorchTPU. operands: the positions of its operands among the op's arguments."""
 
     call: Call
     key: str
     outputs: tuple[torch.Tensor, ...]
     operands: tuple[int, ...]
-    donated: tuple[int, ...]
 
 
-def run(op: Op, values: Values, donate: bool) -> tuple[Call, list[torch.Tensor]]:
+def run(op: Op, values: Values) -> tuple[Call, list[torch.Tensor]]:
     """Run an operation on TorchTPU's tensors; returns the call, its results and then what it updates.
 
-    donate: the memory of what is updated may be the results'. The caller must then write them back to it.
+    What it updates is new memory. Nothing is donated: eager, a clone shares its source's memory until one of them is
+    changed, which only TorchTPU's own in-place operations know. In a compiled graph that writes the updates back to its
+    inputs, TorchTPU gives them the inputs' memory by itself.
     """
     from torch_tpu._internal.pallas import tpu_torch_pallas
 
     made = program(op, torch_calls.signature(op, values))
-    inputs = [values[i] for i in made.operands]
-    if donate:
-        donate = not _share_storage(inputs, made.donated)
     results = tpu_torch_pallas.call_custom_kernel(
         _name(op),
         made.key,
-        inputs=inputs,
+        inputs=[values[i] for i in made.operands],
         output_shapes=list(made.outputs),
-        donate_argnums=list(made.donated) if donate else [],
+        donate_argnums=[],
         device_assignment=[],
     )
     return made.call, list(results)
-
-
-def _share_storage(inputs: Sequence[torch.Tensor], donated: Sequence[int]) -> bool:
-    """Whether memory that would be donated is another input's, too."""
-    storages = [x.untyped_storage()._cdata for x in inputs]
-    return any(storages.count(storages[i]) > 1 for i in donated)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,7 +65,6 @@ def program(op: Op, signature: torch_calls.Signature) -> Program:
         key,
         outputs=tuple(pallas.torch_placeholder(aval) for aval in exported.out_avals),
         operands=tuple(op.names.index(name) for name, _ in call.operands),
-        donated=call.updates,
     )
 
 

@@ -1,0 +1,6 @@
+"""These tests have an environment of their own: make test-torchtpu."""
+
+import importlib.util
+
+if importlib.util.find_spec("torch_tpu") is None:
+    collect_ignore_glob = ["test_*.py"]
