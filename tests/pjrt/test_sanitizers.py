@@ -73,7 +73,8 @@ def test_the_adapter(libraries: Path, tmp_path: Path) -> None:
     # Without the conftest.py of all tests, whose imports take seconds here; the output is not captured, since a
     # sanitizer ends the process.
     plugins = ("--noconftest", "-p", "tests.pjrt.conftest", "-p", "no:cacheprovider")
-    tests = [ROOT / "tests/pjrt" / name for name in ("test_plugin_adapter.py", "test_exported_tensors.py")]
+    names = ("test_plugin_adapter.py", "test_torch_tpu.py", "test_exported_tensors.py")
+    tests = [ROOT / "tests/pjrt" / name for name in names]
     done = run_python(libraries, "-m", "pytest", "-s", *plugins, f"--basetemp={tmp_path / 'inner'}", *tests)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
