@@ -176,10 +176,10 @@ def _torch_tpu_kernel(op: Op, in_place: bool) -> Callable[..., Any]:
         from flashxla.xla import torch_tpu_calls
 
         values = values_of(op, args)
-        call, tensors = torch_tpu_calls.run(op, values)
+        call, tensors = torch_tpu_calls.run(op, values, donate=donate or in_place)
         if not in_place:
             return _returned_by_xla(op, call, values, tensors)
-        # A whole tensor takes the new memory for its own.
+        # A whole tensor takes the update's memory for its own, which was its own before where it was donated.
         given = [values[i] for i in updated if values[i] is not None]
         for tensor, new in zip(given, tensors[len(call.results) :], strict=True):
             tensor.copy_(new)

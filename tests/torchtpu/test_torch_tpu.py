@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import torch
 import flashxla
 import flashxla.torch as fx
 from tests.torch_steps import arguments, expected, write_and_attend
-from tests.torchtpu.executions import watch
+from tests.torchtpu.executions import addresses
 
 flashxla.use_cpu()
 
@@ -35,20 +36,72 @@ def step_of(compiled):
     return torch.compile(write_and_attend, backend="tpu", fullgraph=True) if compiled else write_and_attend
 
 
-def test_compiled_steps_keep_their_caches_memory(given):
-    step = step_of(compiled=True)
+@ways()
+def test_steps_keep_their_caches_memory(given, compiled):
+    step = step_of(compiled)
     tensors = [x.to("tpu") for x in given]
-    check([step(*tensors), *tensors[2:4]], expected(given))  # compiles
-    seen = []
+    caches = tensors[2:4]
+    before = addresses(caches)
+    assert len(set(before)) == 2
+    for steps in range(1, 5):
+        check([step(*tensors), *caches], expected(given, steps))
+        assert addresses(caches) == before
+
+
+def test_many_caches_of_one_shape_keep_their_memory(given):
+    def layers(caches, tensors):
+        return [write_and_attend(*tensors[:2], *pair, *tensors[4:]) for pair in caches]
+
+    step = torch.compile(layers, backend="tpu", fullgraph=True)
+    tensors = [x.to("tpu") for x in given]
+    caches = [[x.to("tpu") for x in torch.randn(2, *given[2].shape)] for _ in range(4)]
+    flat = [x for pair in caches for x in pair]
+    before = addresses(flat)
     for _ in range(3):
-        with watch() as runs:
-            out = step(*tensors)
-            out.cpu()
-        seen.append(set().union(*runs))
-    check([out, *tensors[2:4]], expected(given, 4))
-    # The caches' addresses are among every step's inputs; the other arguments never change.
-    assert set.intersection(*seen) == seen[0]
-    assert len(seen[0]) >= 4
+        step(caches, tensors)
+        assert addresses(flat) == before
+
+
+@ways()
+def test_whole_views_keep_their_memory(given, compiled):
+    step = step_of(compiled)
+    tensors = [x.to("tpu") for x in given]
+    flat = [x.view(-1) for x in tensors[2:4]]
+    before = addresses(flat)
+    tensors[2:4] = [x.view(given[2].shape) for x in flat]
+    reference = expected(given)
+    check([step(*tensors), *flat], [reference[0], *(x.view(-1) for x in reference[1:])])
+    assert addresses(flat) == before
+
+
+def test_graphs_from_the_disk_keep_their_caches_memory(tmp_path):
+    """In a process that finds the compiled graph of another: in place, and a clone is left alone."""
+    code = """
+import flashxla
+flashxla.use_cpu()
+import torch
+from torch._dynamo.utils import counters
+from tests.torch_steps import arguments, write_and_attend
+from tests.torchtpu.executions import addresses
+tensors = [x.to("tpu") for x in arguments()]
+step = torch.compile(write_and_attend, backend="tpu", fullgraph=True)
+before, copy = addresses(tensors[2:4]), tensors[2].cpu()
+step(*tensors)
+assert addresses(tensors[2:4]) == before
+clone, copy = tensors[2].clone(), tensors[2].cpu()
+tensors[0].add_(1)
+step(*tensors)
+assert torch.equal(clone.cpu(), copy)
+assert not torch.equal(tensors[2].cpu(), copy)
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = []
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert ended.returncode == 0, ended.stderr
+        hits.append(ended.stdout.split()[-1])
+    assert hits == ["0", "1"]
 
 
 @ways()
@@ -62,15 +115,18 @@ def test_what_shares_a_cache_sees_its_updates(given, compiled):
     check([flat, detached], [reference[1].view(-1), reference[1]])
 
 
-def test_clones_do_not(given):
+@ways()
+def test_clones_do_not(given, compiled):
     """Which share their source's memory at first."""
+    step = step_of(compiled)
     for _ in range(5):
         tensors = [x.to("tpu") for x in given]
         view, copy, of_view = tensors[2].view(-1), tensors[2].clone(), tensors[2].view(-1).clone()
-        out = write_and_attend(*tensors)
+        given_away = torch.empty_like(tensors[3]).copy_(tensors[3])
+        out = step(*tensors)
         reference = expected(given)
         check([out, *tensors[2:4], view], [*reference, reference[1].view(-1)])
-        check([copy, of_view], [given[2], given[2].view(-1)])
+        check([copy, of_view, given_away], [given[2], given[2].view(-1), given[3]])
 
 
 @ways()
@@ -84,14 +140,16 @@ def test_caches_that_are_views_of_one_tensor(given, compiled):
     check([out, both], [reference[0], torch.stack(reference[1:])])
 
 
-def test_keys_that_lie_in_the_cache(given):
+@ways()
+def test_keys_that_lie_in_the_cache(given, compiled):
     """Their memory is an input twice."""
+    step = step_of(compiled)
     tensors = [x.to("tpu") for x in given]
     count = given[0].shape[0]
     tensors[0] = tensors[2].view(-1, *given[0].shape[1:])[:count]
     reference = [x.clone() for x in given]
     reference[0] = reference[2].view(-1, *given[0].shape[1:])[:count].clone()
-    check([write_and_attend(*tensors), *tensors[2:4]], expected(reference))
+    check([step(*tensors), *tensors[2:4]], expected(reference))
 
 
 def test_bad_arguments_are_named(given):

@@ -14,8 +14,10 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import flashxla
 from flashxla import native
 from flashxla.platforms import CPU, CUDA, Platform
 from flashxla.xla import pjrt_adapter
@@ -59,4 +61,16 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     os.environ[_LIBRARY_PATH] = str(adapter.path)
     loader = importlib.import_module("torch_tpu._loader")
     loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
+    _prepare_compiler(platform, adapter.plugin)
     _started.append(platform)
+
+
+def _prepare_compiler(platform: Platform, plugin: Path) -> None:
+    from torch.compiler import config
+
+    from flashxla.xla import torch_tpu_graphs
+
+    torch_tpu_graphs.install()
+    # PyTorch keeps compiled graphs on disk, and knows nothing of what a graph of the same operations depends on here.
+    made_by = (flashxla.__version__, platform.name, plugin, plugin.stat().st_mtime_ns)
+    config.cache_key_tag += " ".join(map(str, ("flashxla", *made_by)))

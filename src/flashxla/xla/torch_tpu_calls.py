@@ -13,6 +13,7 @@ from flashxla.ops.op import Call, Op
 from flashxla.platforms import Platform
 from flashxla.torch_calls import Values
 from flashxla.xla import torch_tpu
+from flashxla.xla.torch_tpu_memory import donatable, own
 
 
 class Program(NamedTuple):
@@ -24,22 +25,24 @@ class Program(NamedTuple):
     operands: tuple[int, ...]
 
 
-def run(op: Op, values: Values) -> tuple[Call, list[torch.Tensor]]:
+def run(op: Op, values: Values, donate: bool) -> tuple[Call, list[torch.Tensor]]:
     """Run an operation on TorchTPU's tensors; returns the call, its results and then what it updates.
 
-    What it updates is new memory. Nothing is donated: eager, a clone shares its source's memory until one of them is
-    changed, which only TorchTPU's own in-place operations know. In a compiled graph that writes the updates back to its
-    inputs, TorchTPU gives them the inputs' memory by itself.
+    donate: the caller does not need what the call updates, only the updates: they take its memory where they can.
     """
     from torch_tpu._internal.pallas import tpu_torch_pallas
 
     made = program(op, torch_calls.signature(op, values))
+    operands = [values[i] for i in made.operands]
+    donated = [i for i in made.call.updates if donatable(operands, i)] if donate and not _is_tracing() else []
+    for i in donated:
+        own(operands[i])
     results = tpu_torch_pallas.call_custom_kernel(
         _name(op),
         made.key,
-        inputs=[values[i] for i in made.operands],
+        inputs=operands,
         output_shapes=list(made.outputs),
-        donate_argnums=[],
+        donate_argnums=donated,
         device_assignment=[],
     )
     return made.call, list(results)
@@ -88,6 +91,13 @@ def _export(op: Op, call: Call, signature: torch_calls.Signature, platform: Plat
         jitted = jax.jit(computation, donate_argnums=call.updates, keep_unused=True)
         export = jax.export.export(jitted, platforms=[platform.jax_lowering], disabled_checks=export_checks())
         return export(*avals)
+
+
+def _is_tracing() -> bool:
+    """Whether calls are recorded for a compiled graph, which donates its own inputs (torch_tpu_graphs)."""
+    from torch_tpu._internal import execution_mode
+
+    return execution_mode.eager_mode == execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
 
 
 def _name(op: Op) -> str:

@@ -1,0 +1,40 @@
+"""Caches that keep their memory on TorchTPU: they are donated to the program that updates them.
+
+TorchTPU lets a tensor share a buffer with its clones until one of them is changed, and takes a donated buffer from all
+of them. Only its own in-place operations know whether a buffer is shared: one that changes nothing goes first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+
+def own(tensor: torch.Tensor) -> None:
+    """Give a tensor a buffer that no clone of it shares. One that it has to itself stays."""
+    if tensor.numel():
+        with torch.no_grad():
+            tensor.index_add_(0, *_nothing(tensor.shape[1:], tensor.dtype, tensor.device))
+
+
+def donatable(tensors: Sequence[torch.Tensor | None], position: int) -> bool:
+    """Whether a call's operand is all of its storage, which no other operand is a view of."""
+    tensor = tensors[position]
+    assert tensor is not None
+    storage = tensor.untyped_storage()
+    return (
+        0 < tensor.nbytes == storage.nbytes()
+        and tensor.is_contiguous()
+        and sum(other is not None and other.untyped_storage() is storage for other in tensors) == 1
+    )
+
+
+@functools.lru_cache
+def _nothing(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index of a first row, and what to add to it: minus zero, which changes no number, nor a zero's sign."""
+    row = torch.full((1, *shape), -0.0 if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return torch.zeros(1, dtype=torch.int64, device=device), row
