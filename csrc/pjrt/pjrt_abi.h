@@ -62,6 +62,7 @@ enum FunctionIndex : size_t {
   kExecutableDeserializeAndLoad = 56,
   kBufferDestroy = 58,
   kBufferReadyEvent = 72,
+  kBufferUnsafePointer = 73,
   kClientCreateViewOfDeviceBuffer = 93,
   kExecutableGetCompiledMemoryStats = 96,
   kNumFunctions,               // a table must have at least this many
@@ -186,6 +187,13 @@ struct BufferReadyEventArgs {
   Event* event;
 };
 
+struct BufferUnsafePointerArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Buffer* buffer;
+  uintptr_t buffer_pointer;
+};
+
 struct ExecutableNumOutputsArgs {
   size_t struct_size;
   Extension* extension_start;
@@ -232,7 +240,7 @@ struct LoadedExecutableExecuteArgs {
   Extension* extension_start;
   LoadedExecutable* executable;
   ExecuteOptions* options;
-  void* argument_lists;
+  Buffer* const* const* argument_lists;
   size_t num_devices;
   size_t num_args;
   void* output_lists;

@@ -18,6 +18,7 @@
 #include "pjrt/own_errors.h"
 #include "pjrt/plugin.h"
 #include "pjrt/torch_tpu.h"
+#include "pjrt/watched_inputs.h"
 
 namespace flashxla::pjrt {
 namespace {
@@ -85,7 +86,7 @@ void Adapt(std::vector<char>& table) {
   }
   functions[kClientCreate] = ClientCreate;
   functions[kClientPlatformName] = PlatformName;
-  functions[kLoadedExecutableExecute] = ExecuteWithGrownOptions;
+  functions[kLoadedExecutableExecute] = ExecuteWatched;
   functions[kDeviceMemoryStats] = WithGrown<kDeviceMemoryStats, DeviceMemoryStatsArgs>;
   functions[kExecutableDeserializeAndLoad] =
       WithGrown<kExecutableDeserializeAndLoad, ExecutableDeserializeAndLoadArgs>;

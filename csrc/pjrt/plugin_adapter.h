@@ -38,6 +38,11 @@ FLASHXLA_EXPORT void flashxla_pjrt_provide_view(const void* host, void* managed_
 // caller's. Otherwise returns 0.
 FLASHXLA_EXPORT int64_t flashxla_pjrt_withdraw_view(const void* host);
 
+// Shows `seen` the addresses of each program's inputs before it runs, those of each device after
+// one another; 0 for an input without one. Null ends it. For proofs that memory stays.
+typedef void flashxla_pjrt_watcher(const uintptr_t* addresses, size_t count);
+FLASHXLA_EXPORT void flashxla_pjrt_watch_inputs(flashxla_pjrt_watcher* seen);
+
 // A Python capsule, as __dlpack__ returns it, of a DLPack tensor (DLManagedTensor) whose memory
 // belongs to the Python object `owner`. The capsule, and later the consumer of the tensor, hold a
 // reference to the owner; it is not released any more once the interpreter has ended. The caller

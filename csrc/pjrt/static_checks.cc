@@ -25,6 +25,7 @@ FLASHXLA_ENDS_AT(ClientBufferFromHostBufferArgs, buffer, 120);
 FLASHXLA_ENDS_AT(ClientCreateViewOfDeviceBufferArgs, memory, 112);
 FLASHXLA_ENDS_AT(BufferDestroyArgs, buffer, 24);
 FLASHXLA_ENDS_AT(BufferReadyEventArgs, event, 32);
+FLASHXLA_ENDS_AT(BufferUnsafePointerArgs, buffer_pointer, 32);
 FLASHXLA_ENDS_AT(ExecuteOptions, num_custom_options, 160);
 FLASHXLA_ENDS_AT(LoadedExecutableExecuteArgs, execute_device, 80);
 FLASHXLA_ENDS_AT(ExecutableDeserializeAndLoadArgs, load_options, 72);

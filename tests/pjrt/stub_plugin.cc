@@ -174,6 +174,12 @@ struct ReadyEvent {
   void* event;
 };
 
+struct UnsafePointer {
+  Head head;
+  void* buffer;
+  uintptr_t buffer_pointer;
+};
+
 struct ExecuteOptions {
   Head head;
   void** send_callbacks;
@@ -581,6 +587,17 @@ Error* DoReadyEvent(void* raw) {
   return nullptr;
 }
 
+// A buffer lies one byte behind its own address.
+Error* DoUnsafePointer(void* raw) {
+  auto* args = static_cast<UnsafePointer*>(raw);
+  if (Error* error =
+          Enter("Buffer_UnsafePointer", "_Args", raw, END_OF(UnsafePointer, buffer_pointer))) {
+    return error;
+  }
+  args->buffer_pointer = reinterpret_cast<uintptr_t>(args->buffer) + 1;
+  return Leave("Buffer_UnsafePointer");
+}
+
 Error* DoBufferDestroy(void* raw) {
   auto* buffer = static_cast<Buffer*>(static_cast<BufferDestroy*>(raw)->buffer);
   if (buffer->on_delete != nullptr) buffer->on_delete(buffer->device_memory, buffer->argument);
@@ -663,6 +680,7 @@ const void* GetPjrtApi() {
   table.functions[56] = DoDeserializeAndLoad;
   table.functions[58] = DoBufferDestroy;
   table.functions[72] = DoReadyEvent;
+  table.functions[73] = DoUnsafePointer;
   table.functions[93] = DoCreateView;
   table.functions[96] = DoCompiledMemoryStats;
   table.functions[137] = DoErrorForEachPayload;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -208,6 +209,52 @@ def test_an_error_of_execute_is_the_plugins_own(
     assert not memory.changed()
     assert not options.changed()
     assert table.message(error) == "LoadedExecutable_Execute was told to fail"
+
+
+# Watching the inputs of programs
+
+
+@pytest.fixture
+def execution() -> Memory:
+    """Two devices with three inputs each."""
+    inputs = [(ctypes.c_void_p * 3)(*(1000 * device + i for i in range(3))) for device in (1, 2)]
+    lists = (ctypes.c_void_p * 2)(*map(ctypes.addressof, inputs))
+    memory = Memory(
+        caller.Execute,
+        options=0,
+        device_complete_events=0,
+        argument_lists=ctypes.addressof(lists),
+        num_devices=2,
+        num_args=3,
+    )
+    memory.keep = inputs, lists  # type: ignore[attr-defined]
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [("", (1001, 1002, 1003, 2001, 2002, 2003)), ("Buffer_UnsafePointer", (0,) * 6)],
+    ids=["have", "have_not"],
+)
+def test_where_inputs_lie(
+    fresh: FreshAdapter,
+    stub: Stub,
+    execution: Memory,
+    fails: str,
+    expected: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STUB_FAIL", fails)
+    adapter = fresh.load(stub.path)
+    run = functools.partial(fresh.table().call, "LoadedExecutable_Execute", execution)
+    with adapter.watch_inputs() as seen:
+        assert run() is None
+        assert run() is None
+    assert run() is None
+    assert seen == [expected] * 2
+    assert stub.seen("LoadedExecutable_Execute").calls == 3
+    assert stub.live_errors == 0
+    assert not execution.changed()
 
 
 # The table

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ HOW_TO_INSTALL = (
 )
 _PACKAGES = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _FILE = "xla_cuda_plugin.so"
+_WATCHER = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t)
 # What the plugin opens by name when it starts; each may need those before it.
 _NVIDIA_LIBRARIES = (
     "cudart",
@@ -67,6 +68,7 @@ class Adapter:
 
     def __init__(self, path: Path, plugin: Path) -> None:
         self.path, self.plugin = path, plugin
+        self._watchers: list[Any] = []
         self._cdll = ctypes.CDLL(str(path))
         self._cdll.flashxla_pjrt_load.restype = ctypes.c_char_p
         self._cdll.flashxla_pjrt_load.argtypes = (ctypes.c_char_p,)
@@ -81,6 +83,8 @@ class Adapter:
             ctypes.c_size_t,
         )
         self._cdll.flashxla_pjrt_set_option.restype = None
+        self._cdll.flashxla_pjrt_watch_inputs.argtypes = (_WATCHER,)
+        self._cdll.flashxla_pjrt_watch_inputs.restype = None
         self._cdll.flashxla_pjrt_provide_view.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._cdll.flashxla_pjrt_provide_view.restype = None
         self._cdll.flashxla_pjrt_withdraw_view.argtypes = (ctypes.c_void_p,)
@@ -112,6 +116,18 @@ class Adapter:
         for name, value in options.items():
             kind, array, size = _option(name, value)
             self._cdll.flashxla_pjrt_set_option(name.encode(), kind, ctypes.addressof(array), size)
+
+    @contextlib.contextmanager
+    def watch_inputs(self) -> Iterator[list[tuple[int, ...]]]:
+        """Collect where the inputs of each program lie that starts in the block."""
+        seen: list[tuple[int, ...]] = []
+        watcher = _WATCHER(lambda addresses, count: seen.append(tuple(addresses[:count])))
+        self._watchers.append(watcher)  # a program of another thread may call it after the block
+        self._cdll.flashxla_pjrt_watch_inputs(watcher)
+        try:
+            yield seen
+        finally:
+            self._cdll.flashxla_pjrt_watch_inputs(_WATCHER())
 
     def provide_view(self, host_address: int, managed_tensor: int) -> None:
         """Let the next transfer of the host memory give a buffer that is a DLManagedTensor's memory, and owns it."""
