@@ -179,7 +179,7 @@ def test_programs_say_what_to_call():
     code = """
 import os
 from flashxla.xla import cpu, pjrt_adapter
-os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(cpu._plugin())
+os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(cpu.find_plugin())
 os.environ["TPU_LIBRARY_PATH"] = str(pjrt_adapter.load().path)
 from torch_tpu import _loader
 _loader._init_device("tpu")

@@ -16,9 +16,9 @@ from flashxla import native, output_file
 from flashxla.doctor import kernels, probe, vllm
 from flashxla.doctor.finding import Finding
 from flashxla.platforms import CPU, CUDA, PLATFORMS
-from flashxla.xla import gpu, pjrt_adapter
+from flashxla.xla import cpu, gpu, pjrt_adapter, torch_tpu
 
-PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "transformers")
+PACKAGES = ("flashxla", "jax", "jaxlib", "torch", "torch_xla", "torch_tpu", "torchax", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +33,16 @@ def run(args: argparse.Namespace) -> int:
     except output_file.OutputError as error:
         print(f"flashxla doctor: error: {error}", file=sys.stderr)
         return 2
+    # Where TorchTPU is installed, `import torch` would start it, which only the probes of it may.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     findings = []
     for finding in _findings():
         findings.append(finding)
         mark = {True: "ok", False: "FAIL", None: "-"}[finding.ok]
         first, *rest = finding.text.splitlines() or [""]
         print(
-            f"{mark:>4}  {finding.topic:<24} {first}",
-            *(f"{'':30} {line}" for line in rest),
+            f"{mark:>4}  {finding.topic:<34} {first}",
+            *(f"{'':40} {line}" for line in rest),
             sep="\n",
             flush=True,
         )
@@ -66,6 +68,8 @@ def _findings() -> Iterator[Finding]:
     yield _try("XLA runtime of jaxlib", _jax_runtime)
     yield from _kernels()
     yield from _torch_xla()
+    yield from _torch_tpu()
+    yield from _torchax()
     yield _try("in place: jax", functools.partial(_in_place, "jax"))
     yield _torch_cuda()
     yield from vllm.findings()
@@ -173,6 +177,41 @@ def _torch_xla_gpu(plugin: Path) -> tuple[bool | None, str]:
     return True, f"{text}; {gpu.count(os.environ)} GPUs; targets registered: {targets}"
 
 
+def _torch_tpu() -> Iterator[Finding]:
+    """TorchTPU on the CPU and on GPUs, where there is a plugin for them."""
+    if not torch_tpu.is_installed():
+        yield Finding("in place: torchtpu", None, "torch_tpu is not installed")
+        return
+    devices = {"CPU": ("CPU", cpu.find_plugin)}
+    if gpu.count(os.environ):
+        devices["GPU"] = (gpu.DEVICE, pjrt_adapter.find_plugin)
+    for name, (pjrt_device, find_plugin) in devices.items():
+        for frontend in ("torchtpu", "torchtpu_compiled"):
+            topic = f"in place: {frontend} on {name}"
+            try:
+                find_plugin()
+            except pjrt_adapter.PluginError as error:
+                yield Finding(topic, None, str(error).removeprefix("flashxla: "))
+            else:
+                yield _try(topic, functools.partial(_in_place, frontend, pjrt_device))
+
+
+def _torchax() -> Iterator[Finding]:
+    topic = "in place: torchax"
+    # PyTorch/XLA brings a torchax, which does not import.
+    if importlib.util.find_spec("torchax") is None or not _is_package("torchax"):
+        yield Finding(topic, None, "torchax is not installed")
+    else:
+        yield _try(topic, functools.partial(_in_place, "torchax"))
+
+
+def _is_package(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def _package_of(plugin: Path) -> str:
     """The package that brought a plugin, with its version, or the file's name."""
     package = "jax-cuda13-pjrt" if "cuda13" in str(plugin) else "jax-cuda12-pjrt"
@@ -197,9 +236,11 @@ def _torch_cuda() -> Finding:
 def _in_place(frontend: str, pjrt_device: str | None = None) -> tuple[bool, str]:
     result = probe.run(frontend, pjrt_device=pjrt_device)
     pointers = "the pointers stayed" if result.pointers_stay else "THE POINTERS CHANGED"
-    text = (
-        f"on {result.device}: {pointers} over 3 layers x 3 steps; {len(result.cache_copies)} copies of a cache "
-        f"({result.cache_bytes >> 10} KiB) in the compiled program; temporary memory {result.temp_bytes >> 10} KiB; "
-        f"largest error {result.largest_error:.1e}"
-    )
-    return result.in_place, "\n".join([text, *result.cache_copies])
+    parts = [f"on {result.device}: {pointers} over 3 layers x 3 steps"]
+    if result.programs:
+        parts += [
+            f"{len(result.cache_copies)} copies of a cache ({result.cache_bytes >> 10} KiB) in the compiled program",
+            f"temporary memory {result.temp_bytes >> 10} KiB",
+        ]
+    parts.append(f"largest error {result.largest_error:.1e}")
+    return result.in_place, "\n".join(["; ".join(parts), *result.cache_copies])

@@ -28,11 +28,12 @@ def use_cpu() -> None:
             "flashxla.use_cpu: needs TorchTPU (torch-tpu); PyTorch and JAX have CPU devices of their own"
         )
     if pjrt_adapter.PLUGIN_VARIABLE not in os.environ:
-        os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(_plugin())
+        os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(find_plugin())
     torch_tpu.start("use_cpu", CPU, {})
 
 
-def _plugin() -> Path:
+def find_plugin() -> Path:
+    """The file of a PJRT plugin for CPUs. Raises PluginError if there is none."""
     spec = importlib.util.find_spec("xla_plugins") and importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations if spec else None) or ():
         for path in sorted(Path(folder).glob("*.so")):

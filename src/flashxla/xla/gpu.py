@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import math
 import os
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashxla.platforms import CUDA
-from flashxla.xla import pjrt_adapter
+from flashxla.xla import pjrt_adapter, torch_tpu
 
 DEVICE = CUDA.torch_xla_device
 ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm")
@@ -80,14 +79,12 @@ def use_gpu(
         variables[_VISIBLE_DEVICES] = ",".join(map(str, visible_devices))
     if allocator is not None:
         variables[_ALLOCATOR] = allocator
-    client_options({**os.environ, **variables})
+    options = client_options({**os.environ, **variables})
     # Before PyTorch/XLA starts: where it has failed to, it aborts the process at the next attempt.
     pjrt_adapter.find_plugin()
     os.environ.update(variables)
-    if importlib.util.find_spec("torch_tpu") is not None:
-        from flashxla.xla import torch_tpu
-
-        torch_tpu.start("use_gpu", CUDA, client_options(os.environ))
+    if torch_tpu.is_installed():
+        torch_tpu.start("use_gpu", CUDA, options)
 
 
 def client_options(environment: Mapping[str, str]) -> dict[str, Any]:

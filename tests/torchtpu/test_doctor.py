@@ -1,0 +1,34 @@
+"""What `flashxla doctor` says of TorchTPU and torchax: in place, and where a step is compiled, no copy in it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from flashxla.doctor import cli, probe
+
+
+@pytest.mark.parametrize(
+    ("route", "programs"), [("torchtpu", 0), ("torchtpu_compiled", 1), ("torchax", 0)]
+)
+def test_probes(route: str, programs: int) -> None:
+    result = probe.run(route, layers=4, steps=4, pjrt_device="CPU")
+    assert result.in_place
+    assert result.largest_error < 1e-5
+    assert result.programs == programs
+    assert result.targets.count("flashxla_attention") == 4 * programs
+
+
+def test_memory_of_a_compiled_step_does_not_grow_with_the_cache() -> None:
+    small, large = (probe.run("torchtpu_compiled", blocks=n, pjrt_device="CPU") for n in (64, 1024))
+    assert large.cache_bytes == 16 * small.cache_bytes
+    assert large.temp_bytes <= small.temp_bytes < small.cache_bytes
+
+
+def test_report(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(argparse.Namespace(json=None)) == 0
+    text = capfd.readouterr().out
+    for topic in ("torchtpu on CPU", "torchtpu_compiled on CPU", "torchax"):
+        assert re.search(rf"ok  in place: {topic} +on .*: the pointers stayed", text), text
