@@ -150,12 +150,12 @@ lock-vllm-legacy: .venv-vllm-legacy/packages  ## choose the versions in vllm-leg
 # The PyTorch of today on XLA: TorchTPU and torchax, in a fourth environment.
 torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax with flashxla, in .venv-torchtpu (Python 3.12)
 
-# Each takes PyTorch's one place for another backend, so each has a process. Without a plugin TorchTPU stops "import torch".
+# Each takes PyTorch's one place for another backend, so each has a process.
 test-torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax on a CPU: the operations, in place
-	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 tests/torchtpu tests/ops -k torchtpu \
-	  --frontends torchtpu,torchtpu_compiled
-	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TORCHTPU_BIN)/python -m pytest -n 2 \
-	  tests/torchax tests/ops -k torchax --frontends torchax,torchax_jit
+	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 -k torchtpu \
+	  tests/torchtpu tests/ops tests/generate/test_verify.py --frontends torchtpu,torchtpu_compiled
+	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 \
+	  tests/torchax tests/ops tests/generate/test_verify.py -k torchax --frontends torchax,torchax_jit
 
 .venv-torchtpu/packages: torchtpu/requirements.lock
 	@echo "== packages into .venv-torchtpu (about 3 GB to download, 2 to 4 minutes)"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import secrets
 
 # The workers share the cores: a product of NumPy's on all of them waits for the others.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Where TorchTPU is installed, `import torch` would start it, without a plugin.
+if importlib.util.find_spec("torch_tpu"):
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import zlib
 from typing import Any
@@ -65,10 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # Workers of pytest-xdist and the processes that tests start share the GPU.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.08")
-    # Before anything imports PyTorch, which would start TorchTPU without a plugin, and abort.
-    for name in _selected(config):
-        if name.startswith("torchtpu"):
-            _frontend(name, config.option.device)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from tests.generate.command_line import run_error, run_json
 
 # Prompts of different lengths, the last longer than a step; one shape, so that one program is compiled.
 PROMPTS = ("A", "The with statement", "When an exception is raised in a function, Python looks for a handler")
-FRONTENDS = ("torch", "lazy", "openxla")
+# TorchTPU's environment has no PyTorch/XLA (make test-torchtpu).
+OF_TODAY = importlib.util.find_spec("torch_tpu") is not None
+FRONTENDS = ("torchtpu", "torchax") if OF_TODAY else ("torch", "lazy", "openxla")
+OF_XLA = [name for name in FRONTENDS if name != "torch"]
 ONE_SHAPE = ("--max-seqs", "24", "--max-batch-tokens", "24")
 
 
@@ -26,7 +30,7 @@ def check(report: dict, largest: float = 1e-3) -> None:
 
 @pytest.mark.parametrize("name", FRONTENDS)
 def test_default_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name != "torch":
+    if name in ("lazy", "openxla"):
         pytest.importorskip("torch_xla")
     # 120 tokens of cache: the three sequences do not fit together.
     sizes = ("--num-blocks", "15", "--block-size", "8", "--max-seqs", "4", "--max-batch-tokens", "24")
@@ -43,7 +47,7 @@ def test_default_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("kind", checkpoints.CONFIGS)
 @pytest.mark.parametrize("name", FRONTENDS)
 def test_kinds_of_models(name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if name != "torch":
+    if name in ("lazy", "openxla"):
         pytest.importorskip("torch_xla")
     folder = str(checkpoints.save(kind, tmp_path))
     options = ("--model", folder, "--frontend", name, "--verify", "--max-new-tokens", "12", "--ignore-eos")
@@ -54,18 +58,17 @@ def test_kinds_of_models(name: str, kind: str, tmp_path: Path, capsys: pytest.Ca
     assert report["compiled_programs"] == (None if name == "torch" else 1)
 
 
-@pytest.mark.parametrize("name", ["lazy", "openxla"])
+@pytest.mark.parametrize("name", OF_XLA)
 def test_models_that_are_no_program_for_xla_are_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """JetMoe reads on the CPU how many tokens each expert has; under lazy tensors that ended the process."""
-    pytest.importorskip("torch_xla")
+    if not OF_TODAY:
+        pytest.importorskip("torch_xla")
     folder = str(checkpoints.save("jetmoe", tmp_path))
     options = ("--model", folder, "--max-new-tokens", "2", "--ignore-eos", *ONE_SHAPE, "--prompt", "A")
     message = run_error(capsys, *options, "--frontend", name)
-    assert message.startswith(
-        "--frontend: got lazy or openxla with JetMoeForCausalLM, which decides by values"
-    )
+    assert message.startswith(f"--frontend: got {name} with JetMoeForCausalLM, which decides by values")
     assert message.endswith("accepted: --frontend torch with this model")
     code, report = run_json(capsys, *options, "--frontend", "torch", "--verify")
     assert code == 0

@@ -10,9 +10,7 @@ import pytest
 from flashxla.doctor import cli, probe
 
 
-@pytest.mark.parametrize(
-    ("route", "programs"), [("torchtpu", 0), ("torchtpu_compiled", 1), ("torchax", 0)]
-)
+@pytest.mark.parametrize(("route", "programs"), [("torchtpu", 0), ("torchtpu_compiled", 1), ("torchax", 0)])
 def test_probes(route: str, programs: int) -> None:
     result = probe.run(route, layers=4, steps=4, pjrt_device="CPU")
     assert result.in_place

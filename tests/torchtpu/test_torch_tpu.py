@@ -170,8 +170,10 @@ def test_gradients_that_do_not_exist(given):
 
 def test_starting_again():
     flashxla.use_cpu()
+    environment = dict(os.environ)
     with pytest.raises(RuntimeError, match=r"use_gpu: TorchTPU runs already, on cpu"):
         flashxla.use_gpu()
+    assert environment == os.environ
 
 
 def test_programs_say_what_to_call():

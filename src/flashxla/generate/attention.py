@@ -179,7 +179,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     return [calls[layer].check() for layer in range(layers)]
 
 
-def check_one_program(model: PreTrainedModel) -> None:
+def check_one_program(model: PreTrainedModel, frontend: str) -> None:
     """Raise GenerateError for a model that looks at values to decide what it computes: XLA cannot compile it."""
     try:
         # Fake tensors have shapes and no values.
@@ -187,7 +187,7 @@ def check_one_program(model: PreTrainedModel) -> None:
             _compute_one_token(model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise GenerateError(
-            f"--frontend: got lazy or openxla with {type(model).__name__}, which decides by values what it computes "
+            f"--frontend: got {frontend} with {type(model).__name__}, which decides by values what it computes "
             f"({error.func}); accepted: --frontend torch with this model"
         ) from error
 

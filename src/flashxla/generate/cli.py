@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flashxla import install
-from flashxla.generate import options
+from flashxla.generate import options, torch_tpu_device
 from flashxla.generate.errors import GenerateError, describe, is_out_of_memory
 from flashxla.generate.interrupts import Interrupts
 from flashxla.output_file import OutputError
@@ -35,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="prompts (default: a few about Python)")
     parser.add_argument(
         "--frontend",
-        choices=("lazy", "openxla", "torch"),
+        choices=("lazy", "openxla", "torch", "torchtpu", "torchax"),
         default="lazy",
-        help="PyTorch/XLA's lazy tensors, torch.compile with openxla, or plain PyTorch (default %(default)s)",
+        help="PyTorch/XLA's lazy tensors, torch.compile with openxla, plain PyTorch, torch.compile with TorchTPU, or "
+        "torchax (default %(default)s)",
     )
     parser.add_argument("--device", help="of --frontend torch: cpu or cuda (default cpu)")
     parser.add_argument(
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     with Interrupts() as interrupts:
         try:
             sampling = options.check(args)
+            _start_before_torch(args.frontend)
             return _import_command().run(args, sampling, interrupts)
         except BaseException as error:
             if interrupts.pressed or isinstance(error, KeyboardInterrupt):
@@ -99,6 +101,14 @@ def run(args: argparse.Namespace) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 141
             raise
+
+
+def _start_before_torch(frontend: str) -> None:
+    if frontend == "torchtpu":
+        torch_tpu_device.start()
+    else:
+        # Where TorchTPU is installed, `import torch` would start it, without a plugin.
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def _import_command() -> ModuleType:

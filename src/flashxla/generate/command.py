@@ -9,7 +9,7 @@ import time
 import torch
 from transformers.utils import logging as transformers_logging
 
-from flashxla.generate import memory, model, verify, xla_device
+from flashxla.generate import memory, model, torch_tpu_device, torchax_runner, verify, xla_device
 from flashxla.generate.batch import token_buckets
 from flashxla.generate.checkpoint import DEFAULT_MODEL, Checkpoint
 from flashxla.generate.display import make_display
@@ -19,8 +19,9 @@ from flashxla.generate.interrupts import Interrupts
 from flashxla.generate.model import LoadedModel
 from flashxla.generate.options import SamplingOptions
 from flashxla.generate.report import make_report
-from flashxla.generate.runner import FRONTENDS, Runner, TorchRunner, warm_up
+from flashxla.generate.runner import LazyRunner, OpenXlaRunner, Runner, TorchRunner, warm_up
 from flashxla.generate.scheduler import Limits
+from flashxla.generate.torch_tpu_runner import TorchTpuRunner
 from flashxla.generate.transcript import Result, Transcript
 from flashxla.output_file import STANDARD_OUTPUT, write_json
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
 
     on_cpu = _start_device(args)
     checkpoint = Checkpoint(args.model or DEFAULT_MODEL, _dtype(args, on_cpu), args.trust_remote_code)
-    loaded = model.load(checkpoint, for_xla=args.frontend != "torch")
+    loaded = model.load(checkpoint, args.frontend)
     interrupts.check()
     limits = make_limits(args, loaded)
     if on_cpu:
@@ -105,9 +106,13 @@ def make_limits(args: argparse.Namespace, loaded: LoadedModel) -> Limits:
 
 def _start_device(args: argparse.Namespace) -> bool:
     """Make sure of the device before anything is loaded. Returns whether it is a CPU."""
-    if args.frontend != "torch":
+    if args.frontend in ("lazy", "openxla"):
         xla_device.start()
         return xla_device.is_cpu()
+    if args.frontend == "torchtpu":
+        return torch_tpu_device.is_cpu()
+    if args.frontend == "torchax":
+        return torchax_runner.start()
     device = "cpu" if args.device is None else args.device
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     accepted = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{gpu}" for gpu in gpus)]
@@ -128,7 +133,11 @@ def _dtype(args: argparse.Namespace, on_cpu: bool) -> torch.dtype | str:
 def _make_runner(args: argparse.Namespace, loaded: LoadedModel, limits: Limits) -> Runner:
     if args.frontend == "torch":
         return TorchRunner(loaded, limits, args.device or "cpu")
-    return FRONTENDS[args.frontend](loaded, limits)
+    if args.frontend == "torchtpu":
+        return TorchTpuRunner(loaded, limits)
+    if args.frontend == "torchax":
+        return torchax_runner.TorchaxRunner(loaded, limits)
+    return {"lazy": LazyRunner, "openxla": OpenXlaRunner}[args.frontend](loaded, limits)
 
 
 def _verify(

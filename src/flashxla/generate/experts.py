@@ -34,7 +34,8 @@ def _all_experts(
     inner = _linear(experts, projection, hidden_states)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = _linear(experts, "down_proj", inner)  # [E, T, H]
-    chosen = outputs.transpose(0, 1).take_along_dim(top_k_index[..., None], dim=1)  # [T, K, H]
+    index = top_k_index[..., None].long()  # torchax's topk gives int32
+    chosen = outputs.transpose(0, 1).take_along_dim(index, dim=1)  # [T, K, H]
     # transformers 5.17 does not have this norm.
     if getattr(experts, "has_post_expert_norm", False):
         chosen = experts.post_expert_norm(chosen)

@@ -51,8 +51,9 @@ class LoadedModel:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def load(checkpoint: Checkpoint, for_xla: bool) -> LoadedModel:
+def load(checkpoint: Checkpoint, frontend: str) -> LoadedModel:
     """Load a causal language model and its tokenizer from a folder. Raises GenerateError."""
+    for_xla = frontend != "torch"
     # Without XLA transformers itself knows best how to compute experts.
     model, unused = checkpoint.load_model(ATTENTION, EXPERTS if for_xla else None)
     folder = checkpoint.folder
@@ -79,7 +80,7 @@ def load(checkpoint: Checkpoint, for_xla: bool) -> LoadedModel:
         )
     layers = probe_layers(model)
     if for_xla:
-        check_one_program(model)
+        check_one_program(model, frontend)
     return LoadedModel(model, checkpoint.load_tokenizer(), layers)
 
 

@@ -49,7 +49,7 @@ def check(args: argparse.Namespace) -> SamplingOptions:
     if args.frontend != "torch" and args.device is not None:
         raise GenerateError(
             f"--device: got {args.device!r} with --frontend {args.frontend}; accepted: --frontend torch only "
-            "(PyTorch/XLA's device is set by PJRT_DEVICE)"
+            "(PJRT_DEVICE sets that of PyTorch/XLA and TorchTPU, JAX_PLATFORMS that of torchax)"
         )
     if args.num_blocks * args.block_size > _LARGEST_CACHE:
         raise GenerateError(
@@ -69,6 +69,8 @@ def check(args: argparse.Namespace) -> SamplingOptions:
 
 
 def _check_library(args: argparse.Namespace) -> None:
+    if args.frontend == "torchax":
+        return  # JAX says what its device is once it has started
     device = args.device if args.frontend == "torch" else os.environ.get("PJRT_DEVICE")
     try:
         native.library_path("cuda" if (device or "").lower().startswith("cuda") else "cpu")

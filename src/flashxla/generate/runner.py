@@ -1,4 +1,4 @@
-"""The front ends: three ways to run the same step."""
+"""The front ends: ways to run the same step."""
 
 from __future__ import annotations
 
@@ -93,13 +93,6 @@ class OpenXlaRunner(LazyRunner):
                 "--frontend: got openxla with a model that torch.compile cannot make one program of: "
                 f"{describe(error)}; accepted: --frontend lazy or torch with this model"
             ) from error
-
-
-FRONTENDS: dict[str, Callable[[LoadedModel, Limits], Runner]] = {
-    "lazy": LazyRunner,
-    "openxla": OpenXlaRunner,
-    "torch": TorchRunner,
-}
 
 
 def warm_up(runner: Runner, limits: Limits) -> None:

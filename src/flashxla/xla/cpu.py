@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from flashxla.platforms import CPU
-from flashxla.xla import pjrt_adapter
+from flashxla.xla import pjrt_adapter, torch_tpu
 
 _PACKAGE = "xla_plugins.xla_cpu_pjrt"
 
@@ -21,11 +21,9 @@ def use_cpu() -> None:
     Raises:
         RuntimeError: TorchTPU has started already, or TorchTPU or a plugin is not installed.
     """
-    from flashxla.xla import torch_tpu
-
     if not torch_tpu.is_installed():
         raise RuntimeError(
-            "flashxla.use_cpu: needs TorchTPU (torch-tpu); PyTorch and JAX have CPU devices of their own"
+            f"flashxla.use_cpu: it starts TorchTPU, which is not installed: {torch_tpu.HOW_TO_INSTALL}"
         )
     if pjrt_adapter.PLUGIN_VARIABLE not in os.environ:
         os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(find_plugin())

@@ -82,9 +82,9 @@ def use_gpu(
     options = client_options({**os.environ, **variables})
     # Before PyTorch/XLA starts: where it has failed to, it aborts the process at the next attempt.
     pjrt_adapter.find_plugin()
-    os.environ.update(variables)
     if torch_tpu.is_installed():
         torch_tpu.start("use_gpu", CUDA, options)
+    os.environ.update(variables)
 
 
 def client_options(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import flashxla
-from flashxla import native
+from flashxla import install, native
 from flashxla.platforms import CPU, CUDA, Platform
 from flashxla.xla import pjrt_adapter
 
 DEVICE = "tpu"
+# Its packages need libtpu, which runs programs on TPUs alone.
+HOW_TO_INSTALL = f"{install.command('torchtpu')}, then pip install --no-deps torch-tpu==0.2.0"
 _LIBRARY_PATH = "TPU_LIBRARY_PATH"
 # What the plugins' runtimes call their platforms in their registries of handlers.
 _REGISTRIES = {CPU: "Host", CUDA: CUDA.jax_registry}
-_started: list[Platform] = []
+_started: dict[Platform, dict[str, Any]] = {}
 
 
 def is_installed() -> bool:
@@ -36,7 +38,7 @@ def is_installed() -> bool:
 
 def platform() -> Platform | None:
     """Where TorchTPU runs by `start`; None before."""
-    return _started[0] if _started else None
+    return next(iter(_started), None)
 
 
 def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None:
@@ -48,12 +50,14 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
         options: of the plugin's client.
 
     Raises:
-        RuntimeError: TorchTPU runs already, on another platform or with another plugin; or there is no plugin.
+        RuntimeError: TorchTPU runs already, on another platform, with other options or with another plugin; or there
+            is no plugin.
     """
-    if platform in _started:
+    if _started.get(platform) == options:
         return
     adapter = pjrt_adapter.load()
-    running = _started[0].name if _started else os.environ.get(_LIBRARY_PATH, str(adapter.path))
+    running = ", ".join(f"{p.name} with the options {o}" for p, o in _started.items())
+    running = running or os.environ.get(_LIBRARY_PATH, str(adapter.path))
     if running != str(adapter.path):
         raise RuntimeError(f"flashxla.{function}: TorchTPU runs already, on {running}")
     adapter.set_options(options)
@@ -62,7 +66,7 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     loader = importlib.import_module("torch_tpu._loader")
     loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
     _prepare_compiler(platform, adapter.plugin)
-    _started.append(platform)
+    _started[platform] = dict(options)
 
 
 def _prepare_compiler(platform: Platform, plugin: Path) -> None:
