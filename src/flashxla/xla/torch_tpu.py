@@ -65,15 +65,16 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     os.environ[_LIBRARY_PATH] = str(adapter.path)
     loader = importlib.import_module("torch_tpu._loader")
     loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
-    _prepare_compiler(platform, adapter.plugin)
+    _prepare_torch(platform, adapter.plugin)
     _started[platform] = dict(options)
 
 
-def _prepare_compiler(platform: Platform, plugin: Path) -> None:
+def _prepare_torch(platform: Platform, plugin: Path) -> None:
     from torch.compiler import config
 
-    from flashxla.xla import torch_tpu_graphs
+    from flashxla.xla import torch_tpu_attention, torch_tpu_graphs
 
+    torch_tpu_attention.install()
     torch_tpu_graphs.install()
     # PyTorch keeps compiled graphs on disk, and knows nothing of what a graph of the same operations depends on here.
     made_by = (flashxla.__version__, platform.name, plugin, plugin.stat().st_mtime_ns)
