@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import flashxla
 from flashxla.xla import torch_tpu_calls
+from tests.torchtpu import device
 
-flashxla.use_cpu()
+device.start()
 
 # Batch, heads of queries and of keys, lengths of both, size of heads of queries and of values, arguments, and whether
 # flash_attn_varlen computes it.

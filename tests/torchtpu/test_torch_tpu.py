@@ -12,9 +12,10 @@ import torch
 import flashxla
 import flashxla.torch as fx
 from tests.torch_steps import arguments, expected, write_and_attend
+from tests.torchtpu import device
 from tests.torchtpu.executions import addresses
 
-flashxla.use_cpu()
+device.start()
 
 
 @pytest.fixture
@@ -77,11 +78,12 @@ def test_whole_views_keep_their_memory(given, compiled):
 def test_graphs_from_the_disk_keep_their_caches_memory(tmp_path):
     """In a process that finds the compiled graph of another: in place, and a clone is left alone."""
     code = """
-import flashxla
-flashxla.use_cpu()
+from tests.torchtpu import device
+device.start()
 import torch
 from torch._dynamo.utils import counters
 from tests.torch_steps import arguments, write_and_attend
+from tests.torchtpu import device
 from tests.torchtpu.executions import addresses
 tensors = [x.to("tpu") for x in arguments()]
 step = torch.compile(write_and_attend, backend="tpu", fullgraph=True)
@@ -169,13 +171,15 @@ def test_gradients_that_do_not_exist(given):
 
 
 def test_starting_again():
-    flashxla.use_cpu()
+    device.start()
+    other = "use_cpu" if os.environ["PJRT_DEVICE"] == "CUDA" else "use_gpu"
     environment = dict(os.environ)
-    with pytest.raises(RuntimeError, match=r"use_gpu: TorchTPU runs already, on cpu"):
-        flashxla.use_gpu()
+    with pytest.raises(RuntimeError, match=rf"{other}: TorchTPU runs already, on c"):
+        getattr(flashxla, other)()
     assert environment == os.environ
 
 
+@pytest.mark.skipif(os.environ["PJRT_DEVICE"] != "CPU", reason="it loads the plugin for CPUs")
 def test_programs_say_what_to_call():
     """In a process that has TorchTPU's tensors, but not by use_cpu or use_gpu."""
     code = """

@@ -25,7 +25,7 @@ def use_cpu() -> None:
         raise RuntimeError(
             f"flashxla.use_cpu: it starts TorchTPU, which is not installed: {torch_tpu.HOW_TO_INSTALL}"
         )
-    if pjrt_adapter.PLUGIN_VARIABLE not in os.environ:
+    if torch_tpu.platform() is None and pjrt_adapter.PLUGIN_VARIABLE not in os.environ:
         os.environ[pjrt_adapter.PLUGIN_VARIABLE] = str(find_plugin())
     torch_tpu.start("use_cpu", CPU, {})
 
