@@ -156,6 +156,8 @@ test-torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax on a CPU: the opera
 	  tests/torchtpu tests/ops tests/generate/test_verify.py --frontends torchtpu,torchtpu_compiled
 	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 \
 	  tests/torchax tests/ops tests/generate/test_verify.py -k torchax --frontends torchax,torchax_jit
+	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest tests/bench/test_step.py -k front_ends \
+	  --frontends torchax
 
 .venv-torchtpu/packages: torchtpu/requirements.lock
 	@echo "== packages into .venv-torchtpu (about 3 GB to download, 2 to 4 minutes)"

@@ -11,6 +11,7 @@ from benchmarks.compare import Work
 from benchmarks.settings import Settings
 
 LAZY, OPENXLA = FRONTENDS = "flashxla in PyTorch/XLA, lazy", "flashxla in PyTorch/XLA, openxla"
+TORCHTPU, TORCHAX = OF_TODAY = "flashxla in TorchTPU, compiled", "flashxla in torchax, jax_jit"
 PAGE = 16
 TOLERANCE = 3e-2
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import kv_write, llama, shapes
 from benchmarks.compare import Row
 from benchmarks.settings import Settings
+from flashxla import install
 
 _MODULES = {
     "prefill": "attention",
@@ -26,7 +27,7 @@ SECTIONS = tuple(_MODULES)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A case to measure. frontend: of PyTorch/XLA, for a step."""
+    """A case to measure. frontend: PyTorch's, for a step."""
 
     section: str
     case: str
@@ -34,12 +35,16 @@ class Job:
 
 
 def processes(sections: Sequence[str], settings: Settings) -> list[list[Job]]:
-    """The jobs of each process: one has all cases, and each step through PyTorch/XLA has its own.
+    """The jobs of each process: one has all cases, and each step through PyTorch has its own.
 
-    PyTorch/XLA and JAX must not share a GPU's PJRT client.
+    Two frameworks must not share a GPU's PJRT client.
     """
     jobs = [Job(section, case) for section in sections for case in cases(section, settings)]
-    frontends = llama.FRONTENDS if importlib.util.find_spec("torch_xla") else ()
+    frontends = [
+        *(llama.FRONTENDS if importlib.util.find_spec("torch_xla") else ()),
+        *((llama.TORCHTPU,) if importlib.util.find_spec("torch_tpu") else ()),
+        *((llama.TORCHAX,) if install.version("torchax") else ()),
+    ]
     steps = [job for job in jobs if job.section == "step"]
     return [jobs, *([dataclasses.replace(job, frontend=name)] for job in steps for name in frontends)]
 
@@ -54,7 +59,7 @@ def cases(section: str, settings: Settings) -> list[str]:
 def run(job: Job, settings: Settings) -> Iterator[Row]:
     """The rows of a job, and {"begin": what} between them."""
     if job.frontend:
-        yield from _module("step_xla").run(job.frontend, job.case, settings)
+        yield from _module("step_torch").run(job.frontend, job.case, settings)
     else:
         yield from _module(_MODULES[job.section]).run(job.section, job.case, settings)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks import sections
+from benchmarks import llama, sections
 from benchmarks.sections import Job
 from benchmarks.settings import Settings
 
@@ -83,7 +83,7 @@ class _Jobs:
             [sys.executable, "-P", "-m", "benchmarks.worker", request],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment(os.environ, settings, in_torch_xla=bool(self._todo[0].frontend)),
+            env=environment(os.environ, settings, self._todo[0].frontend),
             text=True,
         )
         assert process.stdout is not None and process.stderr is not None
@@ -152,22 +152,25 @@ class _Jobs:
             self._add(job, row)
 
 
-def environment(parent: Mapping[str, str], settings: Settings, in_torch_xla: bool) -> dict[str, str]:
-    """Of a worker. in_torch_xla: PyTorch/XLA has the device, and JAX, which lowers the operations for it, none."""
+def environment(parent: Mapping[str, str], settings: Settings, frontend: str = "") -> dict[str, str]:
+    """Of a worker. PyTorch/XLA and TorchTPU have the device, and JAX, which lowers their operations, has none."""
+    has_the_device = bool(frontend) and frontend != llama.TORCHAX
     root = str(Path(__file__).parents[1])
     found = {
         # PyTorch and JAX share the GPU's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        # Where TorchTPU is installed, `import torch` would start it.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         **parent,
         "PYTHONPATH": os.pathsep.join([root, *filter(None, [parent.get("PYTHONPATH")])]),
     }
-    if in_torch_xla:
+    if has_the_device:
         # A lazy step makes and frees its graph each time: the heap shall not be given back and faulted in again.
         found.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 * 2**30))
         found.setdefault("MALLOC_TOP_PAD_", str(2**28))
         found["PJRT_DEVICE"] = "CUDA" if settings.cuda else "CPU"
-    if in_torch_xla or not settings.cuda:
+    if has_the_device or not settings.cuda:
         found["JAX_PLATFORMS"] = "cpu"
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flashxla import native, output_file
+from flashxla import install, native, output_file
 from flashxla.doctor import kernels, probe, vllm
 from flashxla.doctor.finding import Finding
 from flashxla.platforms import CPU, CUDA, PLATFORMS
@@ -56,10 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def _findings() -> Iterator[Finding]:
     yield Finding("python", True, f"{platform.python_version()} on {platform.machine()}")
     for package in PACKAGES:
-        try:
-            yield Finding(package, True, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, None, "not installed")
+        version = install.version(package)
+        yield Finding(package, True if version else None, version or "not installed")
     for name, where in PLATFORMS.items():
         if where is CPU or native.is_installed(name):
             yield _try(f"native library ({name})", functools.partial(_library, name))
@@ -198,27 +195,17 @@ def _torch_tpu() -> Iterator[Finding]:
 
 def _torchax() -> Iterator[Finding]:
     topic = "in place: torchax"
-    # PyTorch/XLA brings a torchax, which does not import.
-    if importlib.util.find_spec("torchax") is None or not _is_package("torchax"):
+    if not install.version("torchax"):  # PyTorch/XLA brings a module of that name, which does not import
         yield Finding(topic, None, "torchax is not installed")
     else:
         yield _try(topic, functools.partial(_in_place, "torchax"))
 
 
-def _is_package(name: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 def _package_of(plugin: Path) -> str:
     """The package that brought a plugin, with its version, or the file's name."""
     package = "jax-cuda13-pjrt" if "cuda13" in str(plugin) else "jax-cuda12-pjrt"
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return plugin.name
+    version = install.version(package)
+    return f"{package} {version}" if version else plugin.name
 
 
 def _torch_cuda() -> Finding:
