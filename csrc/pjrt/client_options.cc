@@ -15,12 +15,11 @@ namespace {
 // Of TorchTPU 0.2: the size of a pool of pinned host memory.
 constexpr char kOptionOfTpus[] = "premapped_buffer_size";
 
+// An option's characters or numbers.
 struct Value {
   int32_t type;
-  std::string text;
-  std::vector<int64_t> numbers;
-  float real;
-  bool flag;
+  size_t size;
+  std::vector<char> bytes;
 };
 
 std::mutex mutex;
@@ -32,30 +31,24 @@ std::map<std::string, Value>& Added() {
 
 std::string NameOf(const NamedValue& option) { return {option.name, option.name_size}; }
 
+size_t BytesOfOne(int32_t type) {
+  if (type == kInt64Value || type == kInt64ListValue) return sizeof(int64_t);
+  return type == kFloatValue ? sizeof(float) : 1;
+}
+
 NamedValue View(const std::string& name, const Value& value) {
   NamedValue option = {};
   option.struct_size = sizeof(option);
   option.name = name.data();
   option.name_size = name.size();
   option.type = value.type;
-  option.value_size = 1;
-  switch (value.type) {
-    case kStringValue:
-      option.string_value = value.text.data();
-      option.value_size = value.text.size();
-      break;
-    case kInt64Value:
-      option.int64_value = value.numbers[0];
-      break;
-    case kInt64ListValue:
-      option.int64_array_value = value.numbers.data();
-      option.value_size = value.numbers.size();
-      break;
-    case kFloatValue:
-      option.float_value = value.real;
-      break;
-    default:
-      option.bool_value = value.flag;
+  option.value_size = value.size;
+  if (value.type == kStringValue) {
+    option.string_value = value.bytes.data();
+  } else if (value.type == kInt64ListValue) {
+    option.int64_array_value = reinterpret_cast<const int64_t*>(value.bytes.data());
+  } else {
+    std::memcpy(&option.int64_value, value.bytes.data(), value.bytes.size());  // one number
   }
   return option;
 }
@@ -85,14 +78,7 @@ Error* ClientCreate(void* caller) {
 
 void flashxla_pjrt_set_option(const char* name, int32_t type, const void* value, size_t size) {
   using namespace flashxla::pjrt;
-  Value copy = {type, {}, {}, 0, false};
-  if (type == kStringValue) copy.text.assign(static_cast<const char*>(value), size);
-  if (type == kInt64Value || type == kInt64ListValue) {
-    const auto* numbers = static_cast<const int64_t*>(value);
-    copy.numbers.assign(numbers, numbers + size);
-  }
-  if (type == kFloatValue) copy.real = *static_cast<const float*>(value);
-  if (type == kBoolValue) copy.flag = *static_cast<const bool*>(value);
+  const auto* bytes = static_cast<const char*>(value);
   const std::lock_guard<std::mutex> lock(mutex);
-  Added()[name] = copy;
+  Added()[name] = {type, size, {bytes, bytes + size * BytesOfOne(type)}};
 }

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from flashxla.ops.op import Op, Vjp
 from flashxla.ops.parameters import Tensor
 from flashxla.platforms import PLATFORMS
+from flashxla.xla import torch_tpu
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _PLATFORMS = {getattr(torch._C.DispatchKey, p.torch_key): p.name for p in PLATFORMS.values()}
@@ -28,7 +29,7 @@ def define(library: torch.library.Library) -> None:
         f"{_NO_BACKWARD}(Tensor grad, str message, SymInt[] shape, ScalarType dtype) -> Tensor",
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
-    for key in (*(p.torch_key for p in PLATFORMS.values()), "XLA", "PrivateUse1"):
+    for key in (*(p.torch_key for p in PLATFORMS.values()), "XLA", torch_tpu.TORCH_KEY):
         library.impl(_NO_BACKWARD, _raise, key)
     torch.library.register_fake(f"flashxla::{_NO_BACKWARD}", _fake, lib=library)
 

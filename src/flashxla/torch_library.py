@@ -24,9 +24,9 @@ from flashxla.ops.op import Call, Op
 from flashxla.ops.parameters import Tensor
 from flashxla.platforms import PLATFORMS
 from flashxla.xla import lazy as lazy_calls
+from flashxla.xla import torch_tpu
 
 _LIBRARY = torch.library.Library("flashxla", "DEF")
-_TORCH_TPU_KEY = "PrivateUse1"
 _KEYS = {platform.name: platform.torch_key for platform in PLATFORMS.values()}
 # A length may be a symbol of torch.compile's. Other types have the names that Python gives them.
 _SCHEMA_TYPES: dict[type, str] = {int: "SymInt"}
@@ -52,7 +52,7 @@ def _register(op: Op) -> None:
     for platform, key in _KEYS.items():
         _LIBRARY.impl(variant, _functional_kernel(op, platform), key)
     _LIBRARY.impl(variant, _xla_kernel(op), "XLA")
-    _LIBRARY.impl(variant, _torch_tpu_kernel(op, in_place=False), _TORCH_TPU_KEY)
+    _LIBRARY.impl(variant, _torch_tpu_kernel(op, in_place=False), torch_tpu.TORCH_KEY)
     torch.library.register_fake(f"flashxla::{variant}", _functional_fake_kernel(op), lib=_LIBRARY)
     _functionalize(op)
 
@@ -62,7 +62,7 @@ def _register_eager(op: Op, name: str) -> None:
     _LIBRARY.define(_schema(op, name), tags=(torch.Tag.needs_fixed_stride_order,))
     for platform, key in _KEYS.items():
         _LIBRARY.impl(name, _native_kernel(op, platform), key)
-    _LIBRARY.impl(name, _torch_tpu_kernel(op, in_place=True), _TORCH_TPU_KEY)
+    _LIBRARY.impl(name, _torch_tpu_kernel(op, in_place=True), torch_tpu.TORCH_KEY)
     torch.library.register_fake(f"flashxla::{name}", _fake_kernel(op), lib=_LIBRARY)
 
 

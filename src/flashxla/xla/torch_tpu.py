@@ -23,6 +23,7 @@ from flashxla.platforms import CPU, CUDA, Platform
 from flashxla.xla import pjrt_adapter
 
 DEVICE = "tpu"
+TORCH_KEY = "PrivateUse1"  # the dispatch key of its tensors
 # Its packages need libtpu, which runs programs on TPUs alone.
 HOW_TO_INSTALL = f"{install.command('torchtpu')}, then pip install --no-deps torch-tpu==0.2.0"
 _LIBRARY_PATH = "TPU_LIBRARY_PATH"

@@ -15,6 +15,7 @@ import torch
 
 from flashxla.ops.attention import MAX_HEAD_SIZE, MAX_VALUE_HEAD_SIZE
 from flashxla.ops.parameters import FLOATS
+from flashxla.xla.torch_tpu import TORCH_KEY
 
 # What TorchTPU writes where a mask of booleans is false.
 _MASKED = torch.finfo(torch.float16).min
@@ -26,8 +27,8 @@ def install() -> torch.library.Library:
     """Take the place of that kernel. The library that is returned keeps it."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that another kernel was there
-        library.impl(_KERNEL, _forward, "PrivateUse1", allow_override=True)
-        library.impl(f"{_KERNEL}_backward", _backward, "PrivateUse1", allow_override=True)
+        library.impl(_KERNEL, _forward, TORCH_KEY, allow_override=True)
+        library.impl(f"{_KERNEL}_backward", _backward, TORCH_KEY, allow_override=True)
     return library
 
 
