@@ -64,6 +64,28 @@ def test_many_caches_of_one_shape_keep_their_memory(given):
 
 
 @ways()
+def test_buffers_of_a_module_keep_their_memory(given, compiled):
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keys", given[2].clone())
+            self.register_buffer("values", torch.zeros_like(given[3]))
+
+        def forward(self, *tensors):
+            return write_and_attend(*tensors[:2], self.keys, self.values, *tensors[2:])
+
+    torch._dynamo.reset()
+    layer = Layer().to("tpu")
+    step = torch.compile(layer, backend="tpu", fullgraph=True) if compiled else layer
+    tensors = [x.to("tpu") for x in given[:2] + given[4:]]
+    before = addresses([layer.keys, layer.values])
+    given[3].zero_()
+    for steps in range(1, 4):
+        check([step(*tensors), layer.keys, layer.values], expected(given, steps))
+        assert addresses([layer.keys, layer.values]) == before
+
+
+@ways()
 def test_whole_views_keep_their_memory(given, compiled):
     step = step_of(compiled)
     tensors = [x.to("tpu") for x in given]
