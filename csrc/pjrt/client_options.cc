@@ -19,7 +19,7 @@ constexpr char kOptionOfTpus[] = "premapped_buffer_size";
 struct Value {
   int32_t type;
   size_t size;
-  std::vector<char> bytes;
+  std::string bytes;
 };
 
 std::mutex mutex;
