@@ -10,12 +10,13 @@ import torch
 import flashxla
 from benchmarks import llama, profile
 from benchmarks.settings import Settings
+from flashxla.xla import pjrt_adapter
 
 Step = Callable[..., Any]
 
 
 class Frontend:
-    """What PyTorch/XLA's two have in common; the others say what is different."""
+    """The protocol, with what most have in common."""
 
     device: Any
     tracers: Sequence[profile.Tracer] = (profile.by_jax,)
@@ -36,8 +37,12 @@ class Frontend:
         """Until they are there: a few numbers cross to the host."""
         tokens.cpu()
 
-    def programs(self) -> tuple[int, int]:
-        """How many programs have been compiled for steps, and how many have run, so far."""
+    def compiled(self) -> int:
+        """How many programs have been compiled for steps so far."""
+        raise NotImplementedError
+
+    def executions(self, run: Callable[[], None]) -> int:
+        """How many programs run in a call that waits for its steps."""
         raise NotImplementedError
 
 
@@ -54,14 +59,21 @@ class _TorchXla(Frontend):
     def sync(self) -> None:
         self._torch_xla.sync(wait=True)
 
-    def programs(self) -> tuple[int, int]:
+    def compiled(self) -> int:
+        return self._count("CompileTime")
+
+    def executions(self, run: Callable[[], None]) -> int:
+        before = self._count("ExecuteTime")
+        run()
+        return self._count("ExecuteTime") - before
+
+    def _count(self, metric: str) -> int:
         from torch_xla.core import xla_model
         from torch_xla.debug import metrics
 
         xla_model.wait_device_ops()  # a program is counted a little after its results are there
-        counts = (metrics.metric_data(name) for name in ("CompileTime", "ExecuteTime"))
-        compiled, run = (0 if data is None else int(data[0]) for data in counts)
-        return compiled, run
+        data = metrics.metric_data(metric)
+        return 0 if data is None else int(data[0])
 
 
 class Lazy(_TorchXla):
@@ -90,28 +102,27 @@ class TorchTpu(Frontend):
     program = "TorchTPU program"
 
     def __init__(self, settings: Settings) -> None:
-        from flashxla.xla import pjrt_adapter
-
         if settings.cuda:
             flashxla.use_gpu()
         else:
             flashxla.use_cpu()
-        self._compiled = 0
-        self._watch = pjrt_adapter.load().watch_inputs()
-        self._run = self._watch.__enter__()
+        from flashxla.xla.torch_tpu_graphs import CountingBackend
+
+        self._backend = CountingBackend()
 
     def sync(self) -> None:
         torch.accelerator.synchronize()
 
     def ready(self, step: Step) -> Step:
-        return torch.compile(step, backend=self._compile, dynamic=False, fullgraph=True)
+        return torch.compile(step, backend=self._backend, dynamic=False, fullgraph=True)
 
-    def programs(self) -> tuple[int, int]:
-        return self._compiled, len(self._run)
+    def compiled(self) -> int:
+        return self._backend.graphs
 
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        self._compiled += 1
-        return torch._dynamo.lookup_backend("tpu")(graph, inputs, **options)
+    def executions(self, run: Callable[[], None]) -> int:
+        with pjrt_adapter.load().watch_inputs() as seen:
+            run()
+        return len(seen)
 
 
 class Torchax(Frontend):
@@ -128,7 +139,6 @@ class Torchax(Frontend):
 
         flashxla.torchax.register()
         torchax.enable_globally()
-        self._jitted: Any = None
         self._run = 0
 
     def ready(self, step: Step) -> Step:
@@ -138,7 +148,7 @@ class Torchax(Frontend):
         def program(caches: Any, params: Any, tokens: Any, batch: Any) -> Any:
             return step(params, caches, tokens, batch), caches
 
-        self._jitted = jax.jit(interop.jax_view(program), donate_argnums=0)
+        self._jitted: Any = jax.jit(interop.jax_view(program), donate_argnums=0)
         jitted = interop.torch_view(self._jitted)
 
         def called(params: Any, caches: Any, tokens: Any, batch: Any) -> Any:
@@ -154,8 +164,13 @@ class Torchax(Frontend):
     def wait(self, tokens: Any) -> None:
         tokens.jax().block_until_ready()
 
-    def programs(self) -> tuple[int, int]:
-        return self._jitted._cache_size() if self._jitted else 0, self._run
+    def compiled(self) -> int:
+        return self._jitted._cache_size()
+
+    def executions(self, run: Callable[[], None]) -> int:
+        before = self._run
+        run()
+        return self._run - before
 
 
 _FRONTENDS: dict[str, Callable[[Settings], Frontend]] = {

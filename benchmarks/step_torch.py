@@ -57,7 +57,7 @@ class _Step:
         frontend.sync()
         self._step = frontend.ready(functools.partial(_decode, config))
         self._arguments = params, caches, batch
-        before, _ = frontend.programs()
+        before = frontend.compiled()
         start = time.perf_counter()
         for _ in range(2):  # a second program, if there is one, is not to be timed
             frontend.wait(self.dispatch())
@@ -66,7 +66,7 @@ class _Step:
         gc.freeze()
         self._facts = {
             "compile_seconds": time.perf_counter() - start,
-            "compiled_programs": frontend.programs()[0] - before,
+            "compiled_programs": frontend.compiled() - before,
         }
         print(f"  compiled in {self._facts['compile_seconds']:.0f} s", file=sys.stderr, flush=True)
 
@@ -83,17 +83,20 @@ class _Step:
 
     def facts(self) -> Row:
         """What the host does for a step, and how many programs it runs."""
-        steps, wait = 10, self._frontend.wait
-        compiled, run = self._frontend.programs()
-        for _ in range(steps):
-            last = self.dispatch()
-        wait(last)
-        compiled_now, run_now = self._frontend.programs()
-        self._facts["compiled_programs"] += compiled_now - compiled
+        steps, frontend = 10, self._frontend
+
+        def run() -> None:
+            for _ in range(steps):
+                last = self.dispatch()
+            frontend.wait(last)
+
+        before = frontend.compiled()
+        programs = frontend.executions(run) / steps
+        self._facts["compiled_programs"] += frontend.compiled() - before
         return {
             **self._facts,
-            "programs_per_step": (run_now - run) / steps,
-            **timers.host_time(self.dispatch, wait),
+            "programs_per_step": programs,
+            **timers.host_time(self.dispatch, frontend.wait),
         }
 
 

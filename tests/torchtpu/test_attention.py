@@ -71,6 +71,13 @@ def results(tensors: list[torch.Tensor], arguments: dict[str, Any], attend: Any)
     return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, weights))]
 
 
+def attention(compiled: bool) -> Any:
+    torch._dynamo.reset()
+    if compiled:
+        return torch.compile(scaled_dot_product_attention, backend="tpu")
+    return scaled_dot_product_attention
+
+
 def on_tpu(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: x.to("tpu") if isinstance(x, torch.Tensor) else x for k, x in arguments.items()}
 
@@ -87,12 +94,7 @@ def doubles(arguments: dict[str, Any]) -> dict[str, Any]:
 def test_results_and_gradients(name: str, compiled: bool, own_calls: list[str]) -> None:
     tensors, arguments = inputs(CASES[name])
     expected = results([x.double() for x in tensors], doubles(arguments), scaled_dot_product_attention)
-    torch._dynamo.reset()
-    attend = (
-        torch.compile(scaled_dot_product_attention, backend="tpu")
-        if compiled
-        else scaled_dot_product_attention
-    )
+    attend = attention(compiled)
     got = results([x.to("tpu") for x in tensors], on_tpu(arguments), attend)
     for x, reference in zip(got, expected, strict=True):
         torch.testing.assert_close(x, reference, atol=2e-5, rtol=2e-5)
@@ -122,12 +124,7 @@ def test_rows_that_see_nothing_are_zero() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_dropout(compiled: bool) -> None:
     """With values that are unit vectors the output is the dropped weights; its gradient's mask is the output's."""
-    torch._dynamo.reset()
-    attend = (
-        torch.compile(scaled_dot_product_attention, backend="tpu")
-        if compiled
-        else scaled_dot_product_attention
-    )
+    attend = attention(compiled)
     query, key = (torch.randn(2, 3, 64, 16).to("tpu") for _ in range(2))
     value = torch.eye(64).expand(2, 3, 64, 64).contiguous().to("tpu").requires_grad_()
     plain = scaled_dot_product_attention(query, key, value).detach().cpu()

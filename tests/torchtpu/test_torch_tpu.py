@@ -11,9 +11,9 @@ import torch
 
 import flashxla
 import flashxla.torch as fx
+from flashxla.xla.torch_tpu_memory import addresses
 from tests.torch_steps import arguments, expected, write_and_attend
 from tests.torchtpu import device
-from tests.torchtpu.executions import addresses
 
 device.start()
 
@@ -106,7 +106,7 @@ import torch
 from torch._dynamo.utils import counters
 from tests.torch_steps import arguments, write_and_attend
 from tests.torchtpu import device
-from tests.torchtpu.executions import addresses
+from flashxla.xla.torch_tpu_memory import addresses
 tensors = [x.to("tpu") for x in arguments()]
 step = torch.compile(write_and_attend, backend="tpu", fullgraph=True)
 before, copy = addresses(tensors[2:4]), tensors[2].cpu()

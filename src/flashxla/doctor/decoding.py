@@ -142,25 +142,17 @@ def _torchtpu_compiled(sizes: Sizes) -> Decoded:
 
 def _torch_tpu(sizes: Sizes, compiled: Callable[[Any], Any]) -> Decoded:
     import flashxla
-    from flashxla.xla import pjrt_adapter, torch_tpu
+    from flashxla.xla import torch_tpu
 
     if os.environ["PJRT_DEVICE"] == "CPU":
         flashxla.use_cpu()
     else:
         flashxla.use_gpu()
-    import torch
-
-    def pointers(tensors: Sequence[Any]) -> list[int]:
-        """Where the inputs lie of programs that read one number of each."""
-        torch.accelerator.synchronize()
-        with pjrt_adapter.load().watch_inputs() as seen:
-            for x in tensors:
-                x.view(-1)[:1].cpu()
-        return [inputs[0] for inputs in seen]
+    from flashxla.xla.torch_tpu_memory import addresses
 
     platform = torch_tpu.platform()
     assert platform is not None
-    return Decoded(f"tpu:0 ({platform.name})", *_decode_torch(sizes, "tpu", compiled, pointers))
+    return Decoded(f"tpu:0 ({platform.name})", *_decode_torch(sizes, torch_tpu.DEVICE, compiled, addresses))
 
 
 def _torchax(sizes: Sizes) -> Decoded:

@@ -17,14 +17,16 @@ class TorchTpuRunner:
     """TorchTPU, which has been started (torch_tpu_device)."""
 
     def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
+        from flashxla.xla.torch_tpu_graphs import CountingBackend
+
         platform = torch_tpu.platform()
         assert platform is not None
         self.device = f"{torch_tpu.DEVICE}:0 ({platform.name})"
         self._model = move(loaded.model, torch_tpu.DEVICE)
         self._caches = new_caches(loaded.layers, limits, torch_tpu.DEVICE)
-        self._programs = 0
+        self._backend = CountingBackend()
         step = functools.partial(run_step, self._model)
-        self._step = torch.compile(step, backend=self._compile, dynamic=False, fullgraph=True)
+        self._step = torch.compile(step, backend=self._backend, dynamic=False, fullgraph=True)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> torch.Tensor:
@@ -40,8 +42,4 @@ class TorchTpuRunner:
 
     def compiled_programs(self) -> int:
         """How many programs the steps have been compiled to."""
-        return self._programs
-
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: object) -> object:
-        self._programs += 1
-        return torch._dynamo.lookup_backend("tpu")(graph, inputs, **options)
+        return self._backend.graphs

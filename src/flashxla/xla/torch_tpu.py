@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flashxla
 from flashxla import install, native
 from flashxla.platforms import CPU, CUDA, Platform
 from flashxla.xla import pjrt_adapter
@@ -78,5 +77,5 @@ def _prepare_torch(platform: Platform, plugin: Path) -> None:
     torch_tpu_attention.install()
     torch_tpu_graphs.install()
     # PyTorch keeps compiled graphs on disk, and knows nothing of what a graph of the same operations depends on here.
-    made_by = (flashxla.__version__, platform.name, plugin, plugin.stat().st_mtime_ns)
+    made_by = (install.version("flashxla"), platform.name, plugin, plugin.stat().st_mtime_ns)
     config.cache_key_tag += " ".join(map(str, ("flashxla", *made_by)))

@@ -122,6 +122,8 @@ def _is_expressible(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from flashxla.torch import flash_attn_varlen_func
+
     if is_causal:
         # PyTorch aligns the mask to the top left: keys beyond the last query are masked for all.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -129,8 +131,6 @@ def _flash(
     len_k = key.shape[2]
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
-    from flashxla.torch import flash_attn_varlen_func
-
     out, lse = flash_attn_varlen_func(
         q,
         k,

@@ -50,6 +50,18 @@ class DonatingArtifact(CompiledArtifact):
     post_compile = _of_artifact("post_compile")
 
 
+class CountingBackend:
+    """torch.compile's backend "tpu", which counts the graphs that it compiles."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        """Compile a graph."""
+        self.graphs += 1
+        return torch._dynamo.lookup_backend("tpu")(graph, inputs, **options)
+
+
 @functools.cache
 def install() -> None:
     """Let TorchTPU's compiler donate the caches."""
