@@ -20,6 +20,8 @@ DTYPES = {
 # in any order. 16 bits: one rounding of the result (half an ulp: 2**-9 and 2**-12 of it) and, in kernels that
 # feed matrix units, one of each softmax weight. vLLM's tests allow 1.5e-2 and 1e-2 for both.
 TOLERANCE = {"f32": (2e-5, 2e-5), "f16": (3e-3, 2e-3), "bf16": (1e-2, 8e-3)}
+# Of 16 bits out is rounded before the gradients are computed from it, and so are they.
+GRADIENT_TOLERANCE = {"f32": (1e-5, 2e-5), "f16": (2e-3, 2e-3), "bf16": (1e-2, 8e-3)}
 LSE_TOLERANCE = (1e-4, 1e-5)  # float32 whatever the inputs are
 
 
@@ -28,6 +30,17 @@ def assert_close(actual: Array, expected: Array, tolerance: tuple[float, float],
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     atol, rtol = tolerance
     np.testing.assert_allclose(actual.astype(np.float64), expected, atol=atol, rtol=rtol, err_msg=what)
+
+
+def assert_gradients(actual: Array, expected: Array, dtype: np.dtype, what: str) -> None:
+    """Hold gradients against float64. dtype: of the inputs.
+
+    A gradient is a sum of many terms of both signs, so its error is measured against the largest one.
+    """
+    name = next(name for name, d in DTYPES.items() if d == dtype)
+    atol, rtol = GRADIENT_TOLERANCE[name]
+    largest = np.abs(expected).max(initial=0.0)
+    assert_close(actual, expected, (atol * max(largest, 1.0), rtol), f"gradient of {what}")
 
 
 def assert_same_bits(actual: Array, expected: Array, what: str) -> None:

@@ -93,6 +93,16 @@ class Frontend:
         assert len(results) == (2 if arguments.get("return_softmax_lse") else 1)
         return results[0], results[1] if len(results) == 2 else None, kv_cache
 
+    def gradients(
+        self,
+        op: str,
+        arguments: dict[str, Any],
+        wanted: tuple[str, ...],
+        cotangents: tuple[Array | None, ...],
+    ) -> dict[str, Array]:
+        """The gradients of the arguments that are named, from those of the results; None: of no gradient."""
+        raise NotImplementedError
+
     def merge_attn_states(self, **arguments: Any) -> tuple[Array, Array]:
         out, lse = self.run("merge_attn_states", arguments)
         return out, lse
@@ -142,6 +152,24 @@ class TorchFrontend(Frontend):
         results = () if result is None else result if isinstance(result, tuple) else (result,)
         assert results or mutated
         return _arrays(self.array, (*results, *(tensors[name] for name in mutated)))
+
+    def gradients(
+        self,
+        op: str,
+        arguments: dict[str, Any],
+        wanted: tuple[str, ...],
+        cotangents: tuple[Array | None, ...],
+    ) -> dict[str, Array]:
+        tensors = {k: map_arrays(self.tensor, v) for k, v in arguments.items() if has_arrays(v)}
+        scalars = {k: v for k, v in arguments.items() if k not in tensors}
+        for name in wanted:
+            tensors[name].requires_grad_()
+        result = self.call(getattr(self.fx, op), tensors, scalars)
+        results = result if isinstance(result, tuple) else (result,)
+        given = [(x, self.tensor(c)) for x, c in zip(results, cotangents, strict=True) if c is not None]
+        sources = [tensors[name] for name in wanted]
+        gradients = self.torch.autograd.grad([x for x, _ in given], sources, [c for _, c in given])
+        return dict(zip(wanted, map(self.array, gradients), strict=True))
 
 
 class _Compiled(TorchFrontend):
@@ -229,6 +257,31 @@ class JaxFrontend(Frontend):
 
             result = self.call(function, donated, arrays)
             return _arrays(np.asarray, result if isinstance(result, tuple) else (result,))
+
+    def gradients(
+        self,
+        op: str,
+        arguments: dict[str, Any],
+        wanted: tuple[str, ...],
+        cotangents: tuple[Array | None, ...],
+    ) -> dict[str, Array]:
+        def tensor(array: Array) -> Any:
+            return self.jax.device_put(self.jax.numpy.array(array, copy=True), self.target)
+
+        arrays = {k: map_arrays(tensor, v) for k, v in arguments.items() if has_arrays(v)}
+        scalars = {k: v for k, v in arguments.items() if k not in arrays}
+        sources = {name: arrays.pop(name) for name in wanted}
+
+        def gradients(**others: Any) -> dict[str, Any]:
+            def function(sources: dict[str, Any]) -> Any:
+                results = getattr(self.fx, op)(**sources, **others, **scalars)
+                results = results if isinstance(results, tuple) else (results,)
+                return [x for x, c in zip(results, cotangents, strict=True) if c is not None]
+
+            _, pullback = self.jax.vjp(function, sources)
+            return pullback([tensor(c) for c in cotangents if c is not None])[0]
+
+        return {name: np.asarray(x) for name, x in self.call(gradients, {}, arrays).items()}
 
 
 class JaxJitFrontend(JaxFrontend):

@@ -197,7 +197,7 @@ def _attention(
     return out, lse
 
 
-def _query_ranges(
+def query_ranges(
     cu_seqlens_q: Array, num_tokens: int, num_seqs: Array | None
 ) -> list[tuple[int, int] | None]:
     offsets = cu_seqlens_q.tolist()
@@ -235,7 +235,7 @@ def _paged_keys(
     return keys_of
 
 
-def _dense_keys(
+def dense_keys(
     k: Array, v: Array, cu_seqlens_k: Array, lengths: Array | None
 ) -> Callable[[int], tuple[int, Array, Array, Array] | None]:
     def keys_of(s: int) -> tuple[int, Array, Array, Array] | None:
@@ -282,10 +282,10 @@ def flash_attn_varlen_func(
         keys_of = _paged_keys(keys, values, block_table, seqused_k)
     else:
         assert cu_seqlens_k is not None
-        keys_of = _dense_keys(keys, values, cu_seqlens_k, seqused_k)
+        keys_of = dense_keys(keys, values, cu_seqlens_k, seqused_k)
     return _attention(
         q,
-        _query_ranges(cu_seqlens_q, len(q), num_seqs),
+        query_ranges(cu_seqlens_q, len(q), num_seqs),
         keys_of,
         num_kv_heads=keys.shape[-2],
         value_dim=values.shape[-1],
@@ -336,7 +336,7 @@ def paged_attention(
     window = (-1, -1) if window_size is None else window_size
     return _attention(
         query,
-        _query_ranges(query_start_loc, len(query), num_seqs),
+        query_ranges(query_start_loc, len(query), num_seqs),
         _paged_keys(keys, values, block_tables, context_lens),
         num_kv_heads=keys.shape[2],
         value_dim=values.shape[3],
@@ -365,7 +365,7 @@ def slots_of_new_tokens(
 ) -> Array:
     """Where ragged_paged_attention writes each token without a slot_mapping; -1: nowhere."""
     slots = np.full(num_tokens, -1, np.int64)
-    for s, queries in enumerate(_query_ranges(query_start_loc, num_tokens, num_seqs)):
+    for s, queries in enumerate(query_ranges(query_start_loc, num_tokens, num_seqs)):
         if queries is None or context_lens[s] < 0:
             continue
         for token in range(*queries):

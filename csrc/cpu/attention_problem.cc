@@ -7,13 +7,10 @@
 #include "cpu/dtypes.h"
 
 namespace flashxla {
-namespace {
 
-QueryView ViewQueries(const flashxla_tensor& t) {
+RowView ViewRows(const flashxla_tensor& t) {
   return {static_cast<char*>(t.data), t.dtype, t.stride[0], t.stride[1], t.stride[2]};
 }
-
-}  // namespace
 
 KeyRange AttentionProblem::Visible(const Sequence& sequence, int64_t i) const {
   return VisibleKeys(sequence, window, i, i);
@@ -90,8 +87,8 @@ flashxla_status ResolveAttention(const flashxla_attention_args& args, AttentionP
     return status;
   }
   problem->args = &args;
-  problem->q = ViewQueries(args.q);
-  problem->out = ViewQueries(args.out);
+  problem->q = ViewRows(args.q);
+  problem->out = ViewRows(args.out);
   ViewKeys(args, &problem->k, &problem->v);
   problem->num_tokens = args.q.shape[0];
   problem->num_heads = args.q.shape[1];

@@ -15,12 +15,18 @@
 
 namespace flashxla {
 
-// Queries or outputs [T, Hq, D]; strides in elements.
-struct QueryView {
+// Rows [T, H, D] of queries, outputs or gradients; strides in elements.
+struct RowView {
   char* data;
   int64_t dtype;
   int64_t stride_token, stride_head, stride_dim;
 };
+RowView ViewRows(const flashxla_tensor& t);
+
+// Reads a row of n elements as float; writes a row times a factor.
+void ReadRow(const RowView& view, int64_t token, int64_t head, int64_t n, float* values);
+void WriteRow(const RowView& view, int64_t token, int64_t head, int64_t n, const float* values,
+              float factor);
 
 // Rows [begin, end) of q that belong to no sequence.
 struct QueryRange {
@@ -38,7 +44,7 @@ struct KeyList {
 
 struct AttentionProblem {
   const flashxla_attention_args* args;
-  QueryView q, out;
+  RowView q, out;
   CacheView k, v;
   int64_t num_tokens, num_heads, num_kv_heads, group_size;
   int64_t head_size, v_head_size;  // of queries and keys; of values and outputs

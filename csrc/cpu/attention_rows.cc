@@ -34,30 +34,36 @@ void StoreRow(const float* row, float factor, int64_t stride, int64_t n, char* d
   }
 }
 
-char* RowAt(const QueryView& view, int64_t token, int64_t head) {
+char* RowAt(const RowView& view, int64_t token, int64_t head) {
   return view.data +
          (token * view.stride_token + head * view.stride_head) * ElementSize(view.dtype);
 }
 
 void StoreOut(const AttentionProblem& problem, int64_t token, int64_t head, const float* values,
               float factor) {
-  const QueryView& out = problem.out;
-  WithFormat(out.dtype, [&](auto format) {
-    StoreRow<decltype(format)>(values, factor, out.stride_dim, problem.v_head_size,
-                               RowAt(out, token, head));
-  });
+  WriteRow(problem.out, token, head, problem.v_head_size, values, factor);
 }
 
 }  // namespace
 
+void ReadRow(const RowView& view, int64_t token, int64_t head, int64_t n, float* values) {
+  WithFormat(view.dtype, [&](auto format) {
+    LoadRow<decltype(format)>(RowAt(view, token, head), view.stride_dim, n, values);
+  });
+}
+
+void WriteRow(const RowView& view, int64_t token, int64_t head, int64_t n, const float* values,
+              float factor) {
+  WithFormat(view.dtype, [&](auto format) {
+    StoreRow<decltype(format)>(values, factor, view.stride_dim, n, RowAt(view, token, head));
+  });
+}
+
 void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,
                int64_t row, float* values) {
-  const QueryView& q = problem.q;
   const int64_t token = task.sequence->first_query + row / problem.group_size;
   const int64_t head = kv_head * problem.group_size + row % problem.group_size;
-  WithFormat(q.dtype, [&](auto format) {
-    LoadRow<decltype(format)>(RowAt(q, token, head), q.stride_dim, problem.head_size, values);
-  });
+  ReadRow(problem.q, token, head, problem.head_size, values);
 }
 
 void FinishRow(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,

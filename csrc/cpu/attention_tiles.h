@@ -1,45 +1,21 @@
 // Attention for many rows: tiles of keys times panels of query rows.
 //
-// A panel is kPanelRows rows of queries, transposed: one row per vector lane. Scores come out as
-// [key][row], so the softmax needs no operations across lanes. Both products have the form
-// C[m][lane] += a[m][k] * B[k][lane] with C in registers.
+// Scores come out as [key][row], with a row per vector lane, so the softmax needs no operations
+// across lanes.
 #ifndef FLASHXLA_CSRC_CPU_ATTENTION_TILES_H_
 #define FLASHXLA_CSRC_CPU_ATTENTION_TILES_H_
 
 #include "common/attention_arguments.h"
 #include "common/math_constants.h"
 #include "cpu/attention_engine.h"
+#include "cpu/attention_products.h"
 #include "cpu/simd.h"
 
 namespace flashxla {
 namespace {
 
-constexpr int kPanelVectors = 3;
-constexpr int kPanelRows = kPanelVectors * kWidth;
 constexpr int kMaxPanels = 8;
 constexpr int kMaxRows = kMaxPanels * kPanelRows;
-constexpr int kTileKeys = KeyList::kMaxKeys;
-
-// Register blocks: keys x panel vectors for scores, rows x value vectors for values.
-constexpr int kScoreKeys = kWidth == 16 ? 8 : 4;
-constexpr int kValueRows = kWidth == 16 ? 12 : 6;
-constexpr int kFewValueRows = kWidth == 16 ? 4 : 2;  // for the last rows of a panel
-constexpr int kValueVectors = 2;
-constexpr int kValueBlock = kValueVectors * kWidth;
-static_assert(kPanelRows % kValueRows == 0 && kTileKeys % kScoreKeys == 0);
-// No register block reads weights that were not computed.
-static_assert(kWidth % kFewValueRows == 0 && kValueRows % kFewValueRows == 0);
-
-// Distance between the rows of a tile: an odd number of cache lines, so that rows do not map to the
-// same cache sets, and a constant, so that the inner loops need no address arithmetic.
-template <int kMaxDims>
-constexpr int kTileStride = kMaxDims + 16;
-constexpr int kUsualDims = 256;
-static_assert(kUsualDims % kValueBlock == 0 && kMaxValueHeadSize % kValueBlock == 0);
-
-int64_t LargerHeadSize(const AttentionProblem& problem) {
-  return Max(problem.head_size, problem.v_head_size);
-}
 
 // As many rows as fit in the L2 cache beside a tile of keys and values.
 int64_t MaxTileRows(const AttentionProblem& problem) {
@@ -73,31 +49,6 @@ int64_t TileScratchBytes(const AttentionProblem& problem) {
               MaxTileRows(problem) * (problem.head_size + PaddedHeadSize(problem.v_head_size)));
 }
 
-// Loads a strided row as float. Returns whether all elements are finite.
-template <typename Format>
-bool LoadRow(const char* bytes, int64_t stride, int64_t n, float* dst) {
-  const auto* src = reinterpret_cast<const typename Format::Bits*>(bytes);
-  int64_t i = 0;
-  uint32_t largest = 0;
-  if (stride == 1) {
-    Int magnitudes = {};
-    for (; i + kWidth <= n; i += kWidth) {
-      const Float x = LoadAs<Format>(src + i);
-      const Int magnitude = (Int)x & 0x7fffffff;
-      magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
-      Store(dst + i, x);
-    }
-    const Int special = magnitudes >= 0x7f800000;
-    for (int lane = 0; lane < kWidth; ++lane) largest |= static_cast<uint32_t>(special[lane]);
-    if (largest != 0) largest = 0x7f800000;
-  }
-  for (; i < n; ++i) {
-    dst[i] = Format::Decode(src[i * stride]);
-    largest = Max(largest, BitsOf(dst[i]) & 0x7fffffff);
-  }
-  return largest < 0x7f800000;
-}
-
 // Prefetches the next tile's rows bit by bit while this tile is computed.
 struct Prefetcher {
   const KeyList* list;
@@ -112,31 +63,6 @@ struct Prefetcher {
     }
   }
 };
-
-// weights[key][row] = dot(keys[key], queries[.][row]) for keys [begin, end) and the first kVectors
-// vectors of rows. begin and end are multiples of kScoreKeys.
-template <int kStride, int kVectors>
-void ScorePanel(const float* keys, const float* queries, int64_t head_size, int64_t begin,
-                int64_t end, float (*weights)[kPanelRows], Prefetcher* prefetcher) {
-  for (int64_t key = begin; key < end; key += kScoreKeys) {
-    prefetcher->Step();
-    const float* a = keys + key * kStride;
-    const float* b = queries;
-    Float c[kScoreKeys][kVectors] = {};
-    for (int64_t d = 0; d < head_size; ++d, ++a, b += kPanelRows) {
-      Float lanes[kVectors];
-      for (int v = 0; v < kVectors; ++v) lanes[v] = Load(b + v * kWidth);
-#pragma GCC unroll 16
-      for (int m = 0; m < kScoreKeys; ++m) {
-        for (int v = 0; v < kVectors; ++v) c[m][v] += a[m * kStride] * lanes[v];
-      }
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < kScoreKeys; ++m) {
-      for (int v = 0; v < kVectors; ++v) Store(weights[key + m] + v * kWidth, c[m][v]);
-    }
-  }
-}
 
 // out[row] = rescale[row] * out[row] + sum over keys [begin, end) of weights[key][row] *
 // values[key], for kRows rows and kValueBlock elements.
@@ -341,7 +267,7 @@ class TileAttention {
     ScorePanel<kStride, kVectors>(scratch_.keys, scratch_.queries + row * head_size_, head_size_,
                                   begin / kScoreKeys * kScoreKeys,
                                   (end + kScoreKeys - 1) / kScoreKeys * kScoreKeys,
-                                  scratch_.weights, &prefetcher_);
+                                  scratch_.weights, [this] { prefetcher_.Step(); });
     if (softcap_ > 0.0f || alibi_ || masked) {
       for (int v = 0; v < kVectors; ++v) AdjustScores(list, row, v * kWidth, begin, end, masked);
     }

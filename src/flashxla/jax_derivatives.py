@@ -16,7 +16,7 @@ Run = Callable[[Call, Sequence[jax.Array]], list[jax.Array]]
 
 def attach(call: Call, forward: Callable[..., list[jax.Array]], run: Run) -> Callable[..., list[jax.Array]]:
     """A computation of a call's operands with the call's derivative. run: how another call is run."""
-    if call.op.vjp is None:
+    if call.op.vjp is None or call.op.vjp.why_not(dict(call.arguments)):
         return _without_derivative(call, forward)
     return _with_vjp(call, call.op.vjp, forward, run)
 
@@ -24,8 +24,11 @@ def attach(call: Call, forward: Callable[..., list[jax.Array]], run: Run) -> Cal
 def no_backward(call: Call, arguments: Sequence[str] = ()) -> NotImplementedError:
     """What says that there is no gradient, of these arguments."""
     of = f" of {', '.join(arguments)}" if arguments else ""
+    missing = "second derivative" if call.op.caller else "backward pass"
+    reason = call.op.vjp.why_not(dict(call.arguments)) if call.op.vjp else ""
+    because = f" ({reason})" if reason else ""
     return NotImplementedError(
-        f"{call.op.function}: no backward pass: a derivative{of} was asked for; keep it out of what is "
+        f"{call.op.function}: no {missing}{because}: a derivative{of} was asked for; keep it out of what is "
         "differentiated, or give the call jax.lax.stop_gradient of its arguments"
     )
 

@@ -7,12 +7,14 @@ torch.no_grad().
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from flashxla import torch_calls
 from flashxla.ops.op import Op, Vjp
 from flashxla.ops.parameters import Tensor
 from flashxla.platforms import PLATFORMS
@@ -20,18 +22,18 @@ from flashxla.xla import torch_tpu
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _PLATFORMS = {getattr(torch._C.DispatchKey, p.torch_key): p.name for p in PLATFORMS.values()}
-_NO_BACKWARD = "_no_backward"
+NO_BACKWARD = "_no_backward"
 
 
 def define(library: torch.library.Library) -> None:
     """Define the op that stands where a gradient would be computed: it raises when it runs, not when it is traced."""
     library.define(
-        f"{_NO_BACKWARD}(Tensor grad, str message, SymInt[] shape, ScalarType dtype) -> Tensor",
+        f"{NO_BACKWARD}(Tensor grad, str message, SymInt[] shape, ScalarType dtype) -> Tensor",
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
     for key in (*(p.torch_key for p in PLATFORMS.values()), "XLA", torch_tpu.TORCH_KEY):
-        library.impl(_NO_BACKWARD, _raise, key)
-    torch.library.register_fake(f"flashxla::{_NO_BACKWARD}", _fake, lib=library)
+        library.impl(NO_BACKWARD, no_backward, key)
+    torch.library.register_fake(f"flashxla::{NO_BACKWARD}", _fake, lib=library)
 
 
 def kernel(op: Op, kernels: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -73,11 +75,21 @@ def _refuse_tangents(op: Op, tensors: Sequence[torch.Tensor]) -> None:
             raise NotImplementedError(f"{op.function}: no forward-mode derivative, and no backward pass")
 
 
-def _message(op: Op, names: Sequence[str]) -> str:
+def _message(op: Op, names: Sequence[str], reason: str = "") -> str:
+    missing = "second derivative" if op.caller else "backward pass"
+    because = f" ({reason})" if reason else ""
     return (
-        f"{op.function}: no backward pass: a gradient was asked for through {', '.join(names)}; call it under "
+        f"{op.function}: no {missing}{because}: a gradient was asked for through {', '.join(names)}; call it under "
         "torch.no_grad(), or with detached tensors"
     )
+
+
+def _why_not(op: Op, args: Sequence[Any]) -> str:
+    """Why this call has no gradients though its op has, or ""."""
+    if op.vjp is None:
+        return ""
+    metas = torch_calls.tensor_metas(op, torch_calls.signature(op, (*args, *op.defaults[len(args) :])))
+    return op.vjp.why_not({name: meta and torch_calls.aval(meta) for name, meta in metas.items()})
 
 
 def _attached(
@@ -85,9 +97,10 @@ def _attached(
 ) -> Any:
     """Run a call and make what it computes or updates a part of autograd's graph."""
     names = [name for name, x in zip(op.names, args, strict=False) if any(x is source for source in sources)]
-    message = _message(op, names)
+    reason = _why_not(op, args)
+    message = _message(op, names, reason)
     if torch._C._are_functorch_transforms_active():  # torch.func.grad and its kin
-        if op.vjp is None:
+        if op.vjp is None or reason:
             raise NotImplementedError(message)
         raise NotImplementedError(f"{op.function}: torch.func has no backward pass of it; torch.autograd has")
 
@@ -96,8 +109,8 @@ def _attached(
         with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & _AFTER_AUTOGRAD, *args)
 
-    if op.vjp is not None:
-        results = _Differentiable.apply(op, run, *args, *op.defaults[len(args) :])
+    if op.vjp is not None and not reason:
+        results = differentiable(op, run, (*args, *op.defaults[len(args) :]))
     elif op.results:
         results = _Result.apply(lambda: run(*args), message, *sources)
     else:
@@ -111,18 +124,33 @@ def _attached(
     return results
 
 
+def differentiable(
+    op: Op,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    around: contextlib.AbstractContextManager[Any] | None = None,
+) -> Any:
+    """Run an op that has a vjp, as a part of autograd's graph.
+
+    args: all of its arguments. around: what its backward runs in, which autograd may do on a thread of its own.
+    """
+    return _Differentiable.apply(op, run, around or contextlib.nullcontext(), *args)
+
+
 class _Differentiable(torch.autograd.Function):
-    """An op with a vjp. Its inputs are the op, how it is run, and the op's arguments."""
+    """An op with a vjp. Its inputs are those of `differentiable`, the op's arguments at the end."""
+
+    BEFORE = 3  # inputs before the op's arguments
 
     @staticmethod
-    def forward(ctx: Any, op: Op, run: Callable[..., Any], *args: Any) -> Any:
+    def forward(ctx: Any, op: Op, run: Callable[..., Any], around: Any, *args: Any) -> Any:
         vjp = _vjp_of(op)
         values = dict(zip(op.names, args, strict=True))
         values |= op.asks_for(vjp.residuals)
         got = run(*values.values())
         results = got if isinstance(got, tuple) else (got,)
         by_name = {**values, **{r.name: x for r, x in zip(op.results, results, strict=True)}}
-        ctx.op = op
+        ctx.op, ctx.around = op, around
         ctx.scalars = {s.name: values[s.name] for s in op.scalars}
         ctx.sources = {
             t.name: (tuple(values[t.name].shape), values[t.name].dtype)
@@ -136,15 +164,21 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        with ctx.around:
+            return _Differentiable.gradients(ctx, grads)
+
+    @staticmethod
+    def gradients(ctx: Any, grads: Sequence[Any]) -> Any:
+        """Those of the inputs."""
         op: Op = ctx.op
+        before = _Differentiable.BEFORE
         vjp = _vjp_of(op)
         wanted = [
             name
-            for name, is_wanted in zip(op.names, ctx.needs_input_grad[2:], strict=True)
+            for name, is_wanted in zip(op.names, ctx.needs_input_grad[before:], strict=True)
             if is_wanted and name in ctx.sources
         ]
-        # The op's own inputs first: the op, and how it is run.
-        result: list[torch.Tensor | None] = [None, None, *(None for _ in op.names)]
+        result: list[torch.Tensor | None] = [None] * (before + len(op.names))
         given = {r.name: grad for r, grad in zip(op.results, grads, strict=True) if grad is not None}
         if not given:
             return tuple(result)
@@ -158,11 +192,11 @@ class _Differentiable(torch.autograd.Function):
         refused = [r for r in given if f"grad_{r}" not in taken] or [n for n in wanted if n not in by_name]
         for name in wanted:
             if name in by_name and not refused:
-                result[2 + op.names.index(name)] = by_name[name]
+                result[before + op.names.index(name)] = by_name[name]
             else:
-                no_backward = getattr(torch.ops.flashxla, _NO_BACKWARD)
-                gradient = no_backward(some_grad, _message(op, refused), *ctx.sources[name])
-                result[2 + op.names.index(name)] = gradient
+                raising = getattr(torch.ops.flashxla, NO_BACKWARD)
+                gradient = raising(some_grad, _message(op, refused), *ctx.sources[name])
+                result[before + op.names.index(name)] = gradient
         return tuple(result)
 
 
@@ -197,11 +231,11 @@ class _NoBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = next(grad for grad in grads if grad is not None)
         wanted = ctx.needs_input_grad[ctx.before :]
-        no_backward = getattr(torch.ops.flashxla, _NO_BACKWARD)
+        raising = getattr(torch.ops.flashxla, NO_BACKWARD)
         return (
             *(None for _ in range(ctx.before)),
             *(
-                no_backward(grad, ctx.message, *source) if is_wanted else None
+                raising(grad, ctx.message, *source) if is_wanted else None
                 for source, is_wanted in zip(ctx.sources, wanted, strict=True)
             ),
         )
@@ -226,7 +260,8 @@ class _Update(_NoBackward):
         return tensor
 
 
-def _raise(grad: torch.Tensor, message: str, shape: Sequence[int], dtype: torch.dtype) -> Any:
+def no_backward(grad: torch.Tensor, message: str, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """The kernel of the op that stands where a gradient would be computed."""
     raise NotImplementedError(message)
 
 

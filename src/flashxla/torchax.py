@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("flashxla.torchax needs torchax and the PyTorch and JAX that go with it") from error
 
-from flashxla import jax_calls, jax_derivatives, torch_library
+from flashxla import jax_calls, jax_derivatives, torch_autograd, torch_library
 from flashxla import torch as _torch_front_end  # noqa: F401  (defines torch.ops.flashxla)
 from flashxla.jax_avals import aval_of
 from flashxla.ops import OPS
@@ -48,14 +48,16 @@ def register(env: Any = None) -> None:
     """
     registration.register_jax()
     env = env or torchax.default_env()
-    for op in OPS:
-        overload = getattr(torch.ops.flashxla, op.name).default
+    kernels = {op.name: _kernel(op, env) for op in OPS}
+    kernels[torch_autograd.NO_BACKWARD] = torch_autograd.no_backward
+    for name, kernel in kernels.items():
+        overload = getattr(torch.ops.flashxla, name).default
         # is_view_op: views arrive as they are, so that a cache that is one can be written through it.
         env._ops.setdefault(
             overload,
             Operator(
                 overload,
-                _kernel(op, env),
+                kernel,
                 is_jax_function=False,
                 is_user_defined=True,
                 needs_env=False,
@@ -81,7 +83,9 @@ def _kernel(op: Op, env: Any) -> Callable[..., Any]:
         avals = {t.name: aval_of(tensors[t.name].jax()) if t.name in tensors else None for t in op.tensors}
         call = op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
-            return _differentiable(call, tensors)
+            if op.vjp and not op.vjp.why_not(avals):
+                return torch_autograd.differentiable(op, kernel, tuple(values.values()), around=env)
+            return _without_gradients(call, tensors)
         arrays = _run(call, tensors)
         updated = [call.operands[i][0] for i in call.updates]
         for name, new in zip(updated, arrays[len(call.results) :], strict=True):
@@ -106,7 +110,7 @@ def _program(call: Call, donated: tuple[int, ...]) -> Callable[..., list[jax.Arr
     return jax.jit(lambda *operands: jax_calls.custom_call(call, operands), donate_argnums=donated)
 
 
-def _differentiable(call: Call, tensors: dict[str, Any]) -> Any:
+def _without_gradients(call: Call, tensors: dict[str, Any]) -> Any:
     """The results as part of autograd's graph. JAX raises what says that there is no gradient."""
     names = [name for name, _ in call.operands]
     if call.updates:

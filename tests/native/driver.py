@@ -290,6 +290,28 @@ def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
     return Call("attention", tensors, scalars)
 
 
+def attention_backward_call(rng: Rng) -> Call:
+    """The gradients of a random call of attention over dense keys."""
+    sizes = attention_sizes(rng)
+    dtype = pick(rng, *FLOATS)
+    _, of, scalars = attention_call(rng, sizes._replace(q_dtype=dtype, element=dtype, page=0))
+    heads, tokens = of["q"].shape[1::-1]
+    tensors = {name: of[name] for name in of.keys() - {"lse", "q_descale", "k_descale", "v_descale"}}
+    tensors |= {
+        "out": floats(rng, of["out"].shape, dtype),
+        "lse": floats(rng, (heads, tokens), FLOATS[0]),
+        "grad_out": floats(rng, of["out"].shape, dtype),
+        **{f"grad_{name}": np.zeros_like(of[name]) for name in "qkv"},
+    }
+    if rng.random() < 0.4:
+        tensors["grad_lse"] = floats(rng, (heads, tokens), FLOATS[0])
+    if "sinks" in of:
+        tensors["grad_sinks"] = np.zeros_like(of["sinks"])
+    return Call(
+        "attention_backward", tensors, {k: v for k, v in scalars.items() if k not in ("layout", "kv_dtype")}
+    )
+
+
 def merge_states_call(rng: Rng) -> Call:
     tokens, heads, dim = int(rng.integers(0, 20)), int(rng.integers(1, 9)), head_size(rng, MAX_HEAD_SIZE)
     dtype = pick(rng, *FLOATS)
@@ -344,7 +366,9 @@ def main(path: str, seed: str, calls: str, mode: str = "") -> None:
         # A report of the sanitizer ends the process: this line says how to repeat the call alone.
         print(f"call {number} of seed {seed}", flush=True)
         rng = np.random.default_rng([int(seed), number])
-        make = pick(rng, kv_cache_call, attention_call, attention_call, merge_states_call)
+        make = pick(
+            rng, kv_cache_call, attention_call, attention_call, attention_backward_call, merge_states_call
+        )
         run(library, memory, make(rng), rng, overrun=False)
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = ("baseline", "avx2", "avx512")  # each has what those before it have
 CONFORMANCE = (
     "test_flash_attn_varlen.py",
+    "test_flash_attn_backward.py",
     "test_paged_attention.py",
     "test_ragged_paged_attention.py",
     "test_kv_cache.py",

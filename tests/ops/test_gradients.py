@@ -1,8 +1,7 @@
-"""No operation has a backward pass yet: whoever asks for a gradient is told so, in every front end."""
+"""Whoever asks for a gradient that there is none of is told so, in every front end."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 from tests.frontends import (
     Frontend,
     JaxFrontend,
-    LazyFrontend,
     TorchFrontend,
-    Unavailable,
     has_arrays,
     map_arrays,
 )
-from tests.ops.test_errors import CALLS
+from tests.ops.test_errors import CALLS, E4M3, t
 
 # What is differentiated in each call, and what the call updates.
 SOURCES = {
@@ -38,17 +35,9 @@ UPDATED = {
     "fused": ("kv_cache",),
     "fused_pair": ("kv_cache",),
 }
-COMPILED = ("write", "dense")  # inductor compiles for seconds
+COMPILED = ("write", "paged")  # inductor compiles for seconds
 
-EAGER = pytest.mark.parametrize("call", CALLS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def xla_comes_first(request: pytest.FixtureRequest) -> None:
-    """PyTorch's autograd knows the devices of its first backward, so XLA's must be there by then."""
-    if {"lazy", "openxla"} & set(request.config.option.frontends.split(",")):
-        with contextlib.suppress(Unavailable):
-            LazyFrontend(request.config.option.device).target_device()
+EAGER = pytest.mark.parametrize("call", [call for call in CALLS if call != "dense"])  # which has gradients
 
 
 class TorchCall:
@@ -135,7 +124,7 @@ def test_inference_mode(frontend: TorchFrontend, call: str) -> None:
 
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "jacfwd"])
-@pytest.mark.parametrize("call", ["dense", "pair", "write"])
+@pytest.mark.parametrize("call", ["dense", "paged", "pair", "write"])
 def test_function_transforms_raise(frontend: TorchFrontend, call: str, transform: str) -> None:
     torch = frontend.torch
     plain = TorchCall(frontend, call, requires_grad=False)
@@ -211,14 +200,65 @@ def test_jax_stop_gradient(frontend: JaxFrontend, call: str) -> None:
     assert np.array_equal(np.asarray(gradient), np.full(x.shape, 2.0))
 
 
-def jax_function(frontend: Frontend, call: str) -> tuple[Callable[[Any], Any], Any]:
+# What keeps a call of flash_attn_varlen_func from having gradients, and what the message says.
+WITHOUT_GRADIENTS = [
+    ("paged", {}, "block_table"),
+    ("dense", {"k_descale": np.ones(1, np.float32)}, "k_descale, which has no gradient"),
+    ("dense", {name: t(9, 2, 16, dtype=E4M3) for name in "kv"}, "k is float8_e4m3fn"),
+]
+
+
+@pytest.mark.frontends("torch", "lazy")
+@pytest.mark.parametrize(("call", "changes", "reason"), WITHOUT_GRADIENTS, ids=lambda x: str(x)[:20])
+def test_torch_says_why(frontend: TorchFrontend, call: str, changes: dict[str, Any], reason: str) -> None:
+    with_gradients = TorchCall(frontend, call)
+    with_gradients.tensors |= {name: frontend.tensor(x) for name, x in changes.items()}
+    with pytest.raises(NotImplementedError, match=f"flash_attn_varlen_func: no backward pass .*{reason}"):
+        with_gradients.run()[0].sum().backward()
+
+
+@pytest.mark.frontends("jax", "jax_jit")
+@pytest.mark.parametrize(("call", "changes", "reason"), WITHOUT_GRADIENTS, ids=lambda x: str(x)[:20])
+def test_jax_says_why(frontend: Frontend, call: str, changes: dict[str, Any], reason: str) -> None:
+    function, x = jax_function(frontend, call, changes)
+    with pytest.raises(NotImplementedError, match=f"flash_attn_varlen_func: no backward pass .*{reason}"):
+        frontend.jax.grad(function)(x)
+
+
+@pytest.mark.frontends("torch", "lazy")
+def test_slopes_have_no_gradient(frontend: TorchFrontend) -> None:
+    call = TorchCall(frontend, "dense")
+    call.tensors["alibi_slopes"] = frontend.tensor(np.ones(4, np.float32)).requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"no backward pass: .* through alibi_slopes"):
+        call.run()[0].sum().backward()
+
+
+@pytest.mark.frontends("torch", "lazy")
+def test_second_derivative_raises(frontend: TorchFrontend) -> None:
+    call = TorchCall(frontend, "dense")
+    (gradient,) = frontend.torch.autograd.grad(call.run()[0].sum(), call.sources[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.frontends("jax", "jax_jit")
+def test_jax_second_derivative_raises(frontend: Frontend) -> None:
+    function, x = jax_function(frontend, "dense")
+    jax = frontend.jax
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: no second derivative"):
+        jax.grad(lambda x: jax.grad(function)(x).sum())(x)
+
+
+def jax_function(
+    frontend: Frontend, call: str, changes: dict[str, Any] | None = None
+) -> tuple[Callable[[Any], Any], Any]:
     """A function of the first source of a call, and where to differentiate it."""
     assert isinstance(frontend, JaxFrontend)
     name, valid = CALLS[call]
     source = SOURCES[call][0]
 
     def function(x: Any) -> Any:
-        result = getattr(frontend.fx, name)(**valid | {source: x})
+        result = getattr(frontend.fx, name)(**valid | (changes or {}) | {source: x})
         return (result[0] if isinstance(result, (tuple, list)) else result).sum()
 
     jitted = frontend.jax.jit(function) if frontend.name == "jax_jit" else function

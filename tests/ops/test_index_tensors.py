@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from flashxla.ops import FLASH_ATTN_VARLEN_BACKWARD
 from tests import reference
 from tests.batches import (
     Arguments,
@@ -25,8 +26,9 @@ from tests.batches import (
     ragged_paged_attention_arguments,
     without_poison,
 )
-from tests.checks import DTYPES, LSE_TOLERANCE, TOLERANCE, assert_close, assert_same_bits
+from tests.checks import DTYPES, LSE_TOLERANCE, TOLERANCE, assert_close, assert_gradients, assert_same_bits
 from tests.frontends import Frontend, TorchFrontend, map_arrays
+from tests.gradients import flash_attn_varlen_gradients
 
 MARGIN = 4096  # bytes, on either side
 FIXED = settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -211,6 +213,46 @@ def test_flash_attn(frontend: Frontend, case: Case, seed: int, changes: list[tup
     out, lse = frontend.flash_attn_varlen_func(**arguments)
     assert lse is not None
     assert_flash(out, lse, arguments)
+
+
+GRADIENT_CASES = [case for case in FLASH_CASES if case.page is None] + [
+    Case(BATCH, dtype="bf16", dim=40, v_dim=24, pad_tokens=2, softcap=3.0, alibi="SH")
+]
+
+
+@pytest.mark.frontends("torch")
+@settings(max_examples=300)
+@given(case=st.sampled_from(GRADIENT_CASES), seed=seeds, changes=corruptions())
+def test_gradients_between_poison(
+    frontend: TorchFrontend, case: Case, seed: int, changes: list[tuple[int, int, int]]
+) -> None:
+    arguments = flash_arguments(case, seed, changes)
+    rng = np.random.default_rng(seed)
+    tensors = {
+        k: inside(frontend, v, np.nan) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
+    }
+    out, lse = frontend.fx.flash_attn_varlen_func(**tensors)
+    grads = [normal(rng, tuple(out.shape), DTYPES[case.dtype]), normal(rng, tuple(lse.shape), DTYPES["f32"])]
+    residuals = {t.name: tensors.get(t.name) for t in FLASH_ATTN_VARLEN_BACKWARD.tensors if t.name in tensors}
+    left, right = arguments["window_size"]
+    got = frontend.torch.ops.flashxla.flash_attn_varlen_backward(
+        inside(frontend, grads[0], np.nan),
+        grad_softmax_lse=inside(frontend, grads[1], np.nan),
+        out=inside(frontend, frontend.array(out), np.nan),
+        softmax_lse=inside(frontend, frontend.array(lse), np.nan),
+        max_seqlen_q=arguments["max_seqlen_q"],
+        max_seqlen_k=arguments["max_seqlen_k"],
+        causal=arguments["causal"],
+        window_left=left,
+        window_right=right,
+        softcap=arguments["softcap"],
+        **residuals,
+    )
+    for (name, expected), gradient in zip(
+        flash_attn_varlen_gradients(arguments, *grads).items(), got, strict=False
+    ):
+        dtype = min(DTYPES[case.dtype], arguments[name].dtype, key=lambda dtype: dtype.itemsize)
+        assert_gradients(frontend.array(gradient), expected, dtype, name)
 
 
 def assert_paged(out: np.ndarray, lse: np.ndarray | None, arguments: Arguments, case: Case) -> None:

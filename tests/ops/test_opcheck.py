@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashxla.ops import FLASH_ATTN_VARLEN_BACKWARD
 from tests.batches import (
     Case,
     flash_attn_arguments,
@@ -122,6 +123,18 @@ def test_ragged_paged_attention(
     opcheck(frontend, frontend.torch.ops.flashxla.ragged_paged_attention.default, arguments)
 
 
+@pytest.mark.parametrize("sinks", [None, "f32"])
+def test_flash_attn_varlen_backward(
+    frontend: TorchFrontend, rng: np.random.Generator, sinks: str | None
+) -> None:
+    given = flash_attn_arguments(rng, Case(BATCH, dtype="bf16", sinks=sinks))
+    out, lse = frontend.flash_attn_varlen_func(**given)
+    arguments = {t.name: given[t.name] for t in FLASH_ATTN_VARLEN_BACKWARD.tensors if t.name in given}
+    arguments |= {name: given[name] for name in ("max_seqlen_q", "max_seqlen_k", "causal")}
+    arguments |= {"grad_out": out, "out": out, "softmax_lse": lse, "grad_softmax_lse": lse}
+    opcheck(frontend, frontend.torch.ops.flashxla.flash_attn_varlen_backward.default, arguments)
+
+
 def test_merge_attn_states(frontend: TorchFrontend, rng: np.random.Generator) -> None:
     shapes = {"out_a": (5, 4, 16), "lse_a": (4, 5), "out_b": (5, 4, 16), "lse_b": (4, 5)}
     arguments = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -157,6 +170,7 @@ def test_every_operation_is_checked(frontend: TorchFrontend) -> None:
         "reshape_and_cache_flash",
         "reshape_and_cache",
         "flash_attn_varlen",
+        "flash_attn_varlen_backward",
         "paged_attention",
         "paged_attention_with_lse",
         "ragged_paged_attention",

@@ -14,6 +14,8 @@ from tests.batches import Case, flash_attn_arguments, positions, ragged_paged_at
 
 torch = pytest.importorskip("torch")
 
+from tests.gradients import flash_attn_varlen_gradients  # noqa: E402
+
 LENS = ((3, 3), (1, 9), (7, 12), (5, 5))
 
 
@@ -153,3 +155,36 @@ def test_quantize_is_nearest_even_and_saturates(rng: np.random.Generator, dtype:
         even = [bits for bits in nearest if bits % 2 == 0] if len(nearest) == 2 else nearest
         assert got & (0xFF if value else 0x7F) in (*even, *(b | 0x80 for b in even if b == 0)), value
     assert np.isnan(reference.quantize(np.float32([np.nan]), np.float32(1), dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((5, 9), (3, 3), (0, 4), (4, 0)), dim=8, softcap=3.0, alibi="SH", sinks="f32", pad_tokens=2),
+        Case(((5, 9), (6, 2)), dim=8, causal=False, window=(3, 1), leftpad=True, pad_seqs=1, used=True),
+    ],
+    ids=str,
+)
+def test_gradients_against_finite_differences(rng: np.random.Generator, case: Case) -> None:
+    """The gradients' reference is PyTorch's autograd through formulas of its own, this file's is NumPy."""
+    arguments = flash_attn_arguments(rng, case)
+    out, lse = reference.flash_attn_varlen_func(**arguments)
+    grad_out, grad_lse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+    gradients = flash_attn_varlen_gradients(arguments, grad_out, grad_lse)
+
+    def loss(changed: dict) -> float:
+        out, lse = reference.flash_attn_varlen_func(**arguments | changed)
+        return (out * grad_out).sum() + np.where(np.isfinite(lse), lse * grad_lse, 0.0).sum()
+
+    for name, gradient in gradients.items():
+        values = arguments[name].astype(np.float64)
+        for _ in range(20):
+            at = tuple(rng.integers(size) for size in values.shape)
+            if np.isnan(values[at]):  # poison, which no sequence has
+                assert gradient[at] == 0
+                continue
+            changed = [values.copy(), values.copy()]
+            for array, change in zip(changed, (1e-6, -1e-6), strict=True):
+                array[at] += change
+            difference = (loss({name: changed[0]}) - loss({name: changed[1]})) / 2e-6
+            assert gradient[at] == pytest.approx(difference, abs=1e-6, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import numpy
 import pytest
 import torch
 import torchax
@@ -165,6 +166,28 @@ def test_what_has_no_gradient_says_so(given):
         tensors[0].requires_grad_()
         with pytest.raises(NotImplementedError, match=r"reshape_and_cache_flash: no backward pass.*key"):
             write_and_attend(*tensors)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_gradients_of_jax(jitted):
+    """torchax programs are trained by JAX's transformations."""
+    tensors = [torch.randn(12, 2, 16) for _ in range(3)]
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def loss(q, k, v):
+        return fx.flash_attn_varlen_func(
+            q, k, v, 7, on_jax([offsets])[0], 7, on_jax([offsets])[0], causal=True
+        ).sum()
+
+    for x in tensors:
+        x.requires_grad_()
+    fx.flash_attn_varlen_func(*tensors, 7, offsets, 7, offsets, causal=True).sum().backward()
+    function = jax.grad(interop.jax_view(loss), argnums=(0, 1, 2))
+    got = (jax.jit(function) if jitted else function)(
+        *(x.jax() for x in on_jax([x.detach() for x in tensors]))
+    )
+    for gradient, x in zip(got, tensors, strict=True):
+        torch.testing.assert_close(torch.from_numpy(numpy.array(gradient)), x.grad)
 
 
 def test_a_second_registration_changes_nothing():

@@ -17,6 +17,17 @@ DESCALE = "()|1|Hk|S Hk"
 
 def check_query(inputs: Inputs, query: str, key: str) -> str:
     """Checks that hold for every attention op. Returns the dtype of a K/V element."""
+    check_heads(inputs, query, key)
+    element = element_dtype(inputs, key)
+    q_dtype = inputs[query].dtype
+    accepted = FP8 if q_dtype in FP8 else (q_dtype, *FP8)
+    if element not in accepted:
+        raise inputs.type_error(key, f"dtype {element}", f"{', '.join(accepted)} with a {q_dtype} {query}")
+    return element
+
+
+def check_heads(inputs: Inputs, query: str, key: str) -> None:
+    """Raise unless the numbers of heads go together, and the kernels take their sizes."""
     if not 1 <= inputs.size("D") <= MAX_HEAD_SIZE:
         raise inputs.value_error(query, f"head size {inputs.size('D')}", f"1 to {MAX_HEAD_SIZE}")
     if not 1 <= inputs.size("Dv") <= MAX_VALUE_HEAD_SIZE:
@@ -28,12 +39,6 @@ def check_query(inputs: Inputs, query: str, key: str) -> str:
             f"{inputs.size('Hq')} heads",
             f"a multiple of the {inputs.size('Hk')} heads of {inputs.label(key)}",
         )
-    element = element_dtype(inputs, key)
-    q_dtype = inputs[query].dtype
-    accepted = FP8 if q_dtype in FP8 else (q_dtype, *FP8)
-    if element not in accepted:
-        raise inputs.type_error(key, f"dtype {element}", f"{', '.join(accepted)} with a {q_dtype} {query}")
-    return element
 
 
 def results(inputs: Inputs, query: str) -> dict[str, Aval]:

@@ -8,7 +8,8 @@ from typing import Any
 from flashxla.ops import attention
 from flashxla.ops.arguments import window_sides
 from flashxla.ops.cache_format import CACHE_DTYPES, PAIR_DIMS, check_pair, check_same_dtype
-from flashxla.ops.op import Inputs, Op, Resolution
+from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD, why_not
+from flashxla.ops.op import Inputs, Op, Resolution, Vjp
 from flashxla.ops.parameters import FLOATS, FP8, Result, Scalar, Tensor
 
 
@@ -67,8 +68,11 @@ def flash_attn_varlen_func(
         out [T, Hq, Dv] in q's dtype (bfloat16 for a float8 q); with return_softmax_lse also the natural-log LSE,
         float32 [Hq, T]. Tokens outside every sequence: out 0, LSE -inf.
 
+    Gradients: of q, k, v and s_aux, through out and the LSE, on CPUs and for dense keys; alibi_slopes get none.
+
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
+        NotImplementedError: when a gradient is computed that there is none of.
 
     Semantics of flash-attention's flash_attn_varlen_func.
     """
@@ -175,4 +179,22 @@ FLASH_ATTN_VARLEN = Op(
     _rule,
     results=(Result("out", "out"), Result("softmax_lse", "lse", when="return_softmax_lse")),
     public=flash_attn_varlen_func,
+    vjp=Vjp(
+        FLASH_ATTN_VARLEN_BACKWARD,
+        residuals=(
+            "q",
+            "k",
+            "v",
+            "out",
+            "softmax_lse",
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "seqused_k",
+            "num_seqs",
+            "leftpad_k",
+            "alibi_slopes",
+            "s_aux",
+        ),
+        why_not=why_not,
+    ),
 )

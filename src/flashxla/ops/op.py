@@ -150,11 +150,13 @@ class Vjp:
     residuals: the arguments and results that it takes. A result that is computed on request is requested.
     constants: arguments that the operation updates and through which no derivative goes, as through running
         statistics. A derivative through any other update is an error.
+    why_not: the reason why a call with these tensors has no gradients, or "".
     """
 
     op: Op
     residuals: tuple[str, ...]
     constants: tuple[str, ...] = ()
+    why_not: Callable[[Mapping[str, Aval | None]], str] = lambda tensors: ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,6 +170,7 @@ class Op:
     public: the function that users call. It takes their arguments and returns those of the op, in order; its
         signature and docstring are those of every front end. None: the op has no function of its own.
     vjp: how it is differentiated. None: it has no backward pass.
+    caller: of an op without a public function of its own, the one through which users call it.
     """
 
     name: str
@@ -177,6 +180,7 @@ class Op:
     results: tuple[Result, ...] = ()
     public: Callable[..., tuple[Any, ...]] | None = None
     vjp: Vjp | None = None
+    caller: str = ""
 
     def __post_init__(self) -> None:
         if self.vjp is None:
@@ -192,7 +196,7 @@ class Op:
     @functools.cached_property
     def function(self) -> str:
         """The function that users call, which messages name."""
-        return self.public.__name__ if self.public else self.name
+        return self.public.__name__ if self.public else self.caller or self.name
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -231,7 +235,8 @@ class Op:
 
     def asks_for(self, results: Collection[str]) -> dict[str, bool]:
         """The scalars that request those of `results` that are computed on request."""
-        return {r.when: True for r in self.results if r.when and r.name in results}
+        scalars = {s.name for s in self.scalars}
+        return {r.when: True for r in self.results if r.when in scalars and r.name in results}
 
     def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
         """What messages call an argument in a call that has the tensors for which `is_given` holds."""
@@ -250,7 +255,7 @@ class Op:
         values = tuple(inputs.scalars.items())  # before a rule fills in what depends on the shapes
         resolution = self.rule(inputs)
         given = [t for t in self.tensors if inputs[t.name] is not None and t.name not in resolution.unused]
-        wanted = [r for r in self.results if r.is_wanted(inputs.scalars)]
+        wanted = [r for r in self.results if r.is_wanted(inputs.__getitem__)]
         return Call(
             self,
             operands=tuple((t.name, t.field) for t in given),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,13 +82,13 @@ class Result:
     """A tensor that an operation returns.
 
     field: what the native operation calls it.
-    when: the scalar argument that asks for it; "": it is always computed.
+    when: the scalar argument that asks for it, or the optional tensor with which it is computed; "": always.
     """
 
     name: str
     field: str
     when: str = ""
 
-    def is_wanted(self, scalars: Mapping[str, Any]) -> bool:
-        """Whether a call with these scalars computes it."""
-        return not self.when or bool(scalars[self.when])
+    def is_wanted(self, arguments: Callable[[str], Any]) -> bool:
+        """Whether a call with these arguments, by name, computes it."""
+        return not self.when or arguments(self.when) not in (None, False)

@@ -1,0 +1,237 @@
+// The gradients of attention over dense keys and values.
+#include "flashxla/attention_backward.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "common/attention_arguments.h"
+#include "common/needs.h"
+#include "cpu/attention_backward_engine.h"
+#include "cpu/dtypes.h"
+#include "cpu/guard.h"
+#include "cpu/parallel.h"
+
+namespace flashxla {
+namespace {
+
+// Rows per task that writes zeros.
+constexpr int64_t kIdleRows = 64;
+
+using Memory = std::unique_ptr<char, decltype(&std::free)>;
+
+int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+Memory Allocate(int64_t bytes) {
+  Memory memory(static_cast<char*>(bytes == 0 ? nullptr : std::aligned_alloc(64, bytes)),
+                std::free);
+  if (memory == nullptr && bytes > 0) throw std::bad_alloc();
+  return memory;
+}
+
+// Writes zeros to rows [begin, end) of all heads.
+void WriteZeros(const RowView& view, int64_t num_heads, int64_t head_size, int64_t begin,
+                int64_t end, const flashxla_context* context) {
+  static constexpr float kZeros[kMaxHeadSize] = {};
+  const int64_t num_chunks = (end - begin + kIdleRows - 1) / kIdleRows;
+  ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t chunk) {
+    const int64_t first = begin + chunk * kIdleRows;
+    for (int64_t row = first; row < std::min(first + kIdleRows, end); ++row) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        WriteRow(view, row, head, head_size, kZeros, 1.0f);
+      }
+    }
+  });
+}
+
+// Gradients of queries outside every sequence, and of keys that no sequence has.
+void WriteIdle(const AttentionBackwardProblem& problem, const std::vector<KeyCluster>& clusters,
+               const flashxla_context* context) {
+  const AttentionProblem& forward = problem.forward;
+  for (const QueryRange& range : forward.idle) {
+    WriteZeros(problem.grad_q, forward.num_heads, forward.head_size, range.begin, range.end,
+               context);
+  }
+  int64_t row = 0;
+  auto write = [&](int64_t end) {
+    if (row >= end) return;
+    WriteZeros(problem.grad_k, forward.num_kv_heads, forward.head_size, row, end, context);
+    WriteZeros(problem.grad_v, forward.num_kv_heads, forward.v_head_size, row, end, context);
+  };
+  for (const KeyCluster& cluster : clusters) {
+    write(cluster.first_row);
+    row = cluster.end_row;
+  }
+  write(problem.args->k.shape[0]);
+}
+
+class Backward {
+ public:
+  Backward(const AttentionBackwardProblem& problem, const flashxla_context* context)
+      : problem_(problem),
+        forward_(problem.forward),
+        context_(context),
+        engine_(GetAttentionBackward()),
+        work_(MakeBackwardTasks(problem, engine_.max_rows(forward_), engine_.panel_rows,
+                                NumThreads(context))),
+        num_workers_(std::min(NumThreads(context), static_cast<int64_t>(work_.tasks.size()))),
+        key_stride_(RoundUp(forward_.head_size, kGradientBlock)),
+        value_stride_(RoundUp(forward_.v_head_size, kGradientBlock)),
+        finished_parts_(work_.tasks.size()),
+        grad_sinks_(work_.tasks.size() * forward_.group_size) {
+    Place();
+  }
+
+  void Run() {
+    WriteIdle(problem_, work_.clusters, context_);
+    std::vector<int64_t> order(work_.tasks.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [this](int64_t a, int64_t b) {
+      return work_.tasks[a].cost > work_.tasks[b].cost;
+    });
+    ParallelTasks(context_, num_workers_, static_cast<int64_t>(order.size()),
+                  [&](int64_t worker, int64_t i) { RunTask(worker, order[i]); });
+    WriteSinks();
+  }
+
+ private:
+  // Floats of the sums of a cluster.
+  int64_t SumsSize(const BackwardTask& task) const {
+    const KeyCluster& cluster = work_.clusters[task.cluster];
+    return (cluster.end_row - cluster.first_row + kGradientSpareRows) *
+           (key_stride_ + value_stride_);
+  }
+
+  // Each worker has scratch memory, and room for the sums of a task that is alone. Parts have room
+  // of their own, since their sums are added up later.
+  void Place() {
+    scratch_bytes_ = RoundUp(engine_.scratch_bytes(forward_), 64);
+    int64_t largest = 0, parts = 0;
+    for (const BackwardTask& task : work_.tasks) {
+      if (task.num_parts == 1) {
+        largest = std::max(largest, SumsSize(task));
+      } else {
+        parts += SumsSize(task);
+      }
+    }
+    worker_bytes_ = scratch_bytes_ + RoundUp(largest * 4, 64);
+    memory_ = Allocate(num_workers_ * worker_bytes_ + RoundUp(parts * 4, 64));
+    float* next = reinterpret_cast<float*>(memory_.get() + num_workers_ * worker_bytes_);
+    part_sums_.resize(work_.tasks.size());
+    for (size_t i = 0; i < work_.tasks.size(); ++i) {
+      if (work_.tasks[i].num_parts == 1) continue;
+      part_sums_[i] = next;
+      next += SumsSize(work_.tasks[i]);
+    }
+  }
+
+  KeyGradients SumsAt(const BackwardTask& task, float* memory) const {
+    const KeyCluster& cluster = work_.clusters[task.cluster];
+    const int64_t rows = cluster.end_row - cluster.first_row + kGradientSpareRows;
+    return {memory, memory + rows * key_stride_, cluster.first_row, key_stride_, value_stride_};
+  }
+
+  void RunTask(int64_t worker, int64_t i) {
+    const BackwardTask& task = work_.tasks[i];
+    char* const scratch = memory_.get() + worker * worker_bytes_;
+    float* const memory =
+        task.num_parts == 1 ? reinterpret_cast<float*>(scratch + scratch_bytes_) : part_sums_[i];
+    std::memset(memory, 0, SumsSize(task) * sizeof(float));
+    const KeyGradients sums = SumsAt(task, memory);
+    for (int64_t block = task.block_begin; block < task.block_end; ++block) {
+      engine_.run(problem_, work_.blocks[block], task.kv_head, sums,
+                  grad_sinks_.data() + i * forward_.group_size, scratch);
+    }
+    if (task.num_parts > 1) {
+      std::atomic<int64_t>& finished = finished_parts_[task.first_part];
+      if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_parts) return;
+      AddParts(task);
+      WriteKeys(task, SumsAt(task, part_sums_[task.first_part]));
+    } else {
+      WriteKeys(task, sums);
+    }
+  }
+
+  // In the order of the parts, so that the sums do not depend on which finished first.
+  void AddParts(const BackwardTask& task) const {
+    float* const sums = part_sums_[task.first_part];
+    const int64_t size = SumsSize(task);
+    for (int64_t part = 1; part < task.num_parts; ++part) {
+      const float* more = part_sums_[task.first_part + part];
+      for (int64_t i = 0; i < size; ++i) sums[i] += more[i];
+    }
+  }
+
+  void WriteKeys(const BackwardTask& task, const KeyGradients& sums) const {
+    const KeyCluster& cluster = work_.clusters[task.cluster];
+    const float scale = static_cast<float>(problem_.args->softmax_scale);
+    for (int64_t row = cluster.first_row; row < cluster.end_row; ++row) {
+      const int64_t i = row - sums.first_row;
+      WriteRow(problem_.grad_k, row, task.kv_head, forward_.head_size,
+               sums.keys + i * sums.key_stride, scale);
+      WriteRow(problem_.grad_v, row, task.kv_head, forward_.v_head_size,
+               sums.values + i * sums.value_stride, 1.0f);
+    }
+  }
+
+  void WriteSinks() const {
+    const flashxla_tensor& t = problem_.args->grad_sinks;
+    if (t.data == nullptr) return;
+    const RowView view = {static_cast<char*>(t.data), t.dtype, 0, t.stride[0], 1};
+    std::vector<double> sums(forward_.num_heads);
+    for (size_t i = 0; i < work_.tasks.size(); ++i) {
+      for (int64_t h = 0; h < forward_.group_size; ++h) {
+        sums[work_.tasks[i].kv_head * forward_.group_size + h] +=
+            grad_sinks_[i * forward_.group_size + h];
+      }
+    }
+    for (int64_t head = 0; head < forward_.num_heads; ++head) {
+      const float sum = static_cast<float>(sums[head]);
+      WriteRow(view, 0, head, 1, &sum, 1.0f);
+    }
+  }
+
+  const AttentionBackwardProblem& problem_;
+  const AttentionProblem& forward_;
+  const flashxla_context* context_;
+  const AttentionBackwardEngine& engine_;
+  const BackwardTasks work_;
+  const int64_t num_workers_, key_stride_, value_stride_;
+  int64_t scratch_bytes_ = 0, worker_bytes_ = 0;
+  Memory memory_ = Memory(nullptr, std::free);
+  std::vector<float*> part_sums_;                     // by task
+  std::vector<std::atomic<int64_t>> finished_parts_;  // by the first part's task
+  std::vector<double> grad_sinks_;                    // [task][head of the group]
+};
+
+flashxla_status Differentiate(const flashxla_attention_backward_args& args,
+                              const flashxla_context* context) {
+  AttentionBackwardProblem problem;
+  if (const flashxla_status status = ResolveAttentionBackward(args, &problem);
+      status != FLASHXLA_OK) {
+    return status;
+  }
+  const AttentionBackwardEngine& engine = GetAttentionBackward();
+  if (IsAnswered(context, engine.name, engine.description)) return FLASHXLA_OK;
+  const bool check = context != nullptr && context->check_indices != 0;
+  if (const flashxla_status status = ResolveSequences(check, &problem.forward);
+      status != FLASHXLA_OK) {
+    return status;
+  }
+  Backward(problem, context).Run();
+  return FLASHXLA_OK;
+}
+
+}  // namespace
+}  // namespace flashxla
+
+flashxla_status flashxla_cpu_attention_backward(const flashxla_attention_backward_args* args,
+                                                const flashxla_context* context) {
+  return flashxla::GuardedOnCpu("attention_backward",
+                                [&] { return flashxla::Differentiate(*args, context); });
+}

@@ -1,0 +1,237 @@
+"""Gradients of flash_attn_varlen_func: every argument, in every front end, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.batches import Arguments, Case, flash_attn_arguments
+from tests.checks import DTYPES, assert_gradients
+from tests.conftest import DEFAULT_FRONTENDS
+from tests.frontends import Frontend, JaxFrontend, TorchFrontend
+from tests.gradients import SOURCES, flash_attn_varlen_gradients
+
+MIXED = ((1, 33), (5, 18), (9, 9), (4, 2))  # one query, fewer queries than keys, as many, more
+LONG = ((150, 150), (70, 300), (260, 130))  # several tiles of keys and blocks of rows
+SPARSE = ((0, 5), (3, 0), (2, 6), (0, 0), (1, 1))
+ALL: dict[str, Any] = {
+    "heads": (6, 3),
+    "softcap": 8.0,
+    "alibi": "SH",
+    "sinks": "f32",
+    "leftpad": True,
+    "scale": 0.1,
+    "pad_tokens": 4,
+    "pad_seqs": 2,
+}
+
+CASES = [
+    # dtypes
+    Case(MIXED),
+    Case(MIXED, dtype="bf16"),
+    Case(MIXED, dtype="f16"),
+    Case(MIXED, causal=False),
+    Case(MIXED, lse=False),
+    # head sizes and groups
+    Case(MIXED, dim=1, heads=(1, 1)),
+    Case(MIXED, dim=40, heads=(3, 3)),
+    Case(MIXED, dim=46, heads=(8, 1)),
+    Case(MIXED, dim=96, heads=(6, 2), dtype="bf16"),
+    Case(MIXED, dim=256, heads=(2, 1)),
+    Case(MIXED, dim=192, v_dim=128, dtype="f16"),
+    Case(MIXED, dim=40, v_dim=72, causal=False),
+    Case(MIXED, dim=576, v_dim=512, heads=(2, 1)),
+    # masks
+    Case(MIXED, window=(4, -1)),
+    Case(MIXED, window=(-1, 3), causal=False),
+    Case(MIXED, window=(2, 3), causal=False),
+    Case(MIXED, leftpad=True),
+    Case(MIXED, leftpad=True, causal=False),
+    # scores
+    Case(MIXED, softcap=2.0),
+    Case(MIXED, alibi="SH", causal=False),
+    Case(MIXED, alibi="H", softcap=5.0, window=(6, -1)),
+    Case(MIXED, sinks="f32"),
+    Case(MIXED, sinks="bf16", dtype="bf16", window=(7, -1)),
+    Case(SPARSE, sinks="f16"),
+    Case(MIXED, scale=-0.3),
+    Case(MIXED, scale=0.0),
+    # batches
+    Case(SPARSE),
+    Case(LONG),
+    Case(LONG, dtype="bf16", heads=(4, 1), dim=128),
+    Case(LONG, window=(37, 20), causal=False, softcap=4.0, alibi="H", sinks="f32"),
+    Case(MIXED, pad_tokens=5),
+    Case(MIXED, pad_seqs=0, sinks="f32"),
+    Case(MIXED, used=True),
+    Case(MIXED, used=True, leftpad=True, pad_seqs=2, pad_tokens=3, dtype="bf16"),
+    # everything at once
+    Case(MIXED, dim=72, causal=False, window=(9, 4), used=True, **ALL),
+    Case(LONG, dim=40, v_dim=72, dtype="f16", window=(99, -1), **ALL),
+]
+COMPILED = [CASES[0], Case(MIXED, dtype="bf16", dim=40, v_dim=72, window=(9, -1), **ALL)]
+# torchax_jit's gradients are JAX's (tests/torchax).
+WITH_AUTOGRAD = pytest.mark.frontends(*(name for name in DEFAULT_FRONTENDS if name != "torchax_jit"))
+
+
+def cotangents(rng: np.random.Generator, arguments: Arguments) -> tuple[np.ndarray, ...]:
+    """Gradients of out and, where it is returned, of the LSE; NaN for tokens outside every sequence."""
+    q = arguments["q"]
+    tokens, heads = q.shape[:2]
+    grads = [rng.standard_normal((tokens, heads, arguments["v"].shape[-1]), np.float32).astype(q.dtype)]
+    if arguments["return_softmax_lse"]:
+        grads.append(rng.standard_normal((heads, tokens), np.float32))
+    outside = np.isnan(q[:, 0, 0].astype(np.float32))
+    grads[0][outside] = np.nan
+    for grad in grads[1:]:
+        grad[:, outside] = np.nan
+    return tuple(grads)
+
+
+def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+    arguments = flash_attn_arguments(rng, case)
+    wanted = tuple(name for name in SOURCES if name in arguments)
+    grads = cotangents(rng, arguments)
+    got = frontend.gradients("flash_attn_varlen_func", arguments, wanted, grads)
+    expected = flash_attn_varlen_gradients(arguments, *grads)
+    for name in wanted:
+        assert got[name].dtype == arguments[name].dtype
+        # s_aux has a dtype of its own: the coarser one decides.
+        dtype = min(got[name].dtype, arguments["q"].dtype, key=lambda dtype: dtype.itemsize)
+        assert_gradients(got[name], expected[name], dtype, name)
+
+
+@WITH_AUTOGRAD
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+    check(frontend, rng, case)
+
+
+@pytest.mark.frontends("inductor")
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_inductor(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+    check(frontend, rng, case)
+
+
+@WITH_AUTOGRAD
+@pytest.mark.parametrize("wanted", [("q",), ("v",), ("k", "v"), ("s_aux",)], ids=str)
+def test_some_gradients(frontend: Frontend, rng: np.random.Generator, wanted: tuple[str, ...]) -> None:
+    arguments = flash_attn_arguments(rng, Case(MIXED, sinks="f32"))
+    grads = cotangents(rng, arguments)
+    got = frontend.gradients("flash_attn_varlen_func", arguments, wanted, grads)
+    expected = flash_attn_varlen_gradients(arguments, *grads)
+    for name in wanted:
+        assert_gradients(got[name], expected[name], arguments["q"].dtype, name)
+
+
+@WITH_AUTOGRAD
+def test_gradient_of_the_lse_alone(frontend: Frontend, rng: np.random.Generator) -> None:
+    """As z-loss needs it."""
+    arguments = flash_attn_arguments(rng, Case(MIXED, sinks="f32"))
+    grad_out, grad_lse = cotangents(rng, arguments)
+    got = frontend.gradients("flash_attn_varlen_func", arguments, SOURCES, (None, grad_lse))
+    expected = flash_attn_varlen_gradients(arguments, np.zeros_like(grad_out), grad_lse)
+    for name in SOURCES:
+        assert_gradients(got[name], expected[name], arguments["q"].dtype, name)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_as_exact_as_sdpa(frontend: TorchFrontend, rng: np.random.Generator, dtype: str, dim: int) -> None:
+    """gradcheck needs float64, which the operations have not: errors are held against torch SDPA's own."""
+    arguments = flash_attn_arguments(rng, Case(((200, 200),), dim=dim, dtype=dtype, lse=False))
+    (grad,) = cotangents(rng, arguments)
+    expected = flash_attn_varlen_gradients(arguments, grad)
+    got = frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), (grad,))
+    q, k, v, g = (frontend.tensor(x).transpose(0, 1)[None] for x in (*(arguments[n] for n in "qkv"), grad))
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    theirs = torch.autograd.grad(out, (q, k, v), g)
+    for name, their in zip("qkv", theirs, strict=True):
+        error = np.abs(got[name].astype(np.float64) - expected[name]).mean()
+        their_error = np.abs(
+            frontend.array(their[0].transpose(0, 1)).astype(np.float64) - expected[name]
+        ).mean()
+        assert error <= 1.5 * their_error + 1e-9, (name, error, their_error)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
+def test_same_bits_twice(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+    arguments = flash_attn_arguments(rng, case)
+    grads = cotangents(rng, arguments)
+    first, second = (
+        frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), grads) for _ in "12"
+    )
+    for name in "qkv":
+        assert np.array_equal(first[name].view(np.uint8), second[name].view(np.uint8))
+
+
+@pytest.mark.frontends("torch")
+def test_values_that_are_not_seen_may_be_anything(frontend: Frontend, rng: np.random.Generator) -> None:
+    """0 times infinity is not 0: gradients of queries have nothing of the keys that these do not see."""
+    arguments = flash_attn_arguments(rng, Case(((40, 40),), lse=False))
+    clean = {name: array.copy() for name, array in arguments.items() if isinstance(array, np.ndarray)}
+    (grad,) = cotangents(rng, arguments)
+    for name in "qkv":
+        arguments[name][30:] = np.inf if name == "k" else np.nan
+    grad[30:] = np.nan
+    got = frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), (grad,))
+    short = {**arguments, **clean, "cu_seqlens_q": np.array([0, 30], np.int32)}
+    short["cu_seqlens_k"] = short["cu_seqlens_q"]
+    expected = flash_attn_varlen_gradients(short, np.nan_to_num(grad))
+    assert_gradients(got["q"][:30], expected["q"][:30], DTYPES["f32"], "q")
+
+
+@pytest.mark.frontends("torch")
+def test_keys_of_several_sequences(frontend: Frontend, rng: np.random.Generator) -> None:
+    """Offsets may let sequences overlap: the gradients of their common keys are the sums."""
+    arguments = flash_attn_arguments(rng, Case(((9, 20), (12, 20), (7, 20)), lse=False, causal=False))
+    arguments["cu_seqlens_k"] = np.array([0, 10, 15, 40], np.int32)
+    arguments["seqused_k"] = np.array([30, 20, 25], np.int32)
+    (grad,) = cotangents(rng, arguments)
+    got = frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), (grad,))
+    expected = flash_attn_varlen_gradients(arguments, grad)
+    for name in "qkv":
+        assert_gradients(got[name], expected[name], DTYPES["f32"], name)
+
+
+@pytest.mark.frontends("torch")
+def test_gradient_that_is_expanded(frontend: TorchFrontend, rng: np.random.Generator) -> None:
+    """As out.sum().backward() gives it: one number, with strides of 0."""
+    arguments = flash_attn_arguments(rng, Case(MIXED, lse=False))
+    tensors = {k: frontend.tensor(v) for k, v in arguments.items() if isinstance(v, np.ndarray)}
+    tensors["q"].requires_grad_()
+    scalars = {k: v for k, v in arguments.items() if k not in tensors}
+    frontend.fx.flash_attn_varlen_func(**tensors, **scalars).sum().backward()
+    expected = flash_attn_varlen_gradients(arguments, np.ones_like(arguments["q"]))
+    assert_gradients(frontend.array(tensors["q"].grad), expected["q"], DTYPES["f32"], "q")
+
+
+@pytest.mark.frontends("jax")
+@pytest.mark.parametrize("transform", ["remat", "scan", "vmap", "value_and_grad"])
+def test_jax_transforms(frontend: JaxFrontend, rng: np.random.Generator, transform: str) -> None:
+    jax, fx = frontend.jax, frontend.fx
+    arguments = flash_attn_arguments(rng, Case(MIXED, lse=False))
+    (grad,) = cotangents(rng, arguments)
+    expected = flash_attn_varlen_gradients(arguments, grad)["q"]
+    others = {k: v for k, v in arguments.items() if k != "q"}
+
+    def loss(q: Any) -> Any:
+        return (fx.flash_attn_varlen_func(q, **others) * grad).sum()
+
+    q = jax.numpy.asarray(arguments["q"])
+    got = {
+        "remat": lambda: jax.jit(jax.grad(jax.checkpoint(loss)))(q),
+        "scan": lambda: jax.grad(lambda q: jax.lax.scan(lambda c, x: (c + loss(x), None), 0.0, q[None])[0])(
+            q
+        ),
+        "vmap": lambda: jax.vmap(jax.grad(loss))(q[None])[0],
+        "value_and_grad": lambda: jax.jit(jax.value_and_grad(loss))(q)[1],
+    }[transform]()
+    assert_gradients(np.asarray(got), expected, DTYPES["f32"], "q")
