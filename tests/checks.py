@@ -20,8 +20,8 @@ DTYPES = {
 # in any order. 16 bits: one rounding of the result (half an ulp: 2**-9 and 2**-12 of it) and, in kernels that
 # feed matrix units, one of each softmax weight. vLLM's tests allow 1.5e-2 and 1e-2 for both.
 TOLERANCE = {"f32": (2e-5, 2e-5), "f16": (3e-3, 2e-3), "bf16": (1e-2, 8e-3)}
-# Of 16 bits out is rounded before the gradients are computed from it, and so are they.
-GRADIENT_TOLERANCE = {"f32": (1e-5, 2e-5), "f16": (2e-3, 2e-3), "bf16": (1e-2, 8e-3)}
+# Of 16 bits gradients are rounded once.
+GRADIENT_TOLERANCE = {"f32": (1e-5, 2e-5), "f16": (1e-5, 6e-4), "bf16": (1e-5, 4e-3)}
 LSE_TOLERANCE = (1e-4, 1e-5)  # float32 whatever the inputs are
 
 

@@ -8,9 +8,38 @@ import numpy as np
 import torch
 
 from tests import reference
+from tests.batches import Arguments
 
 Array = np.ndarray
 SOURCES = ("q", "k", "v", "s_aux")
+
+
+def cotangents(rng: np.random.Generator, arguments: Arguments) -> tuple[np.ndarray, ...]:
+    """Gradients of out and, where it is returned, of the LSE; NaN for tokens outside every sequence."""
+    q = arguments["q"]
+    tokens, heads = q.shape[:2]
+    grads = [rng.standard_normal((tokens, heads, arguments["v"].shape[-1]), np.float32).astype(q.dtype)]
+    if arguments["return_softmax_lse"]:
+        grads.append(rng.standard_normal((heads, tokens), np.float32))
+    outside = np.isnan(q[:, 0, 0].astype(np.float32))
+    grads[0][outside] = np.nan
+    for grad in grads[1:]:
+        grad[:, outside] = np.nan
+    return tuple(grads)
+
+
+def gradients_from(
+    arguments: dict[str, Any], out: Array, grad_out: Array, grad_lse: Array | None = None
+) -> dict[str, Array]:
+    """The gradients that follow from an out that was rounded, as csrc/include/flashxla/attention_backward.h has it.
+
+    The rounding of a row's out acts on the gradients as a gradient of its LSE would.
+    """
+    exact, _ = reference.flash_attn_varlen_func(**arguments)
+    rounding = (grad_out.astype(np.float64) * (out.astype(np.float64) - exact)).sum(-1).T
+    return flash_attn_varlen_gradients(
+        arguments, grad_out, -rounding if grad_lse is None else grad_lse - rounding
+    )
 
 
 def flash_attn_varlen_gradients(

@@ -22,6 +22,7 @@ except ImportError as error:
 from flashxla import jax_calls, setup_custom_call
 from flashxla.jax_avals import aval_of
 from flashxla.ops import OPS
+from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.messages import type_error
 from flashxla.ops.op import Call, Op
 from flashxla.ops.parameters import Tensor
@@ -85,7 +86,20 @@ def _array(op: Op, tensor: Tensor, values: dict[str, Any]) -> jax.Array | None:
         raise type_error(op.function, label, got, f"an array of {', '.join(tensor.dtypes)}") from error
 
 
+def _form(form: Callable[..., Form]) -> Callable[..., Any]:
+    def tensor_of(offsets: Offsets, q: jax.Array) -> jax.Array:
+        return offsets.length * jnp.arange(offsets.sequences + 1, dtype=jnp.int32)
+
+    @functools.wraps(form)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return form(*args, **kwargs).call(_FUNCTIONS["flash_attn_varlen_func"], tensor_of)
+
+    function.__module__ = __name__
+    return function
+
+
 _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
+_FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 globals().update(_FUNCTIONS)
 
 __all__ = ["export_checks", "setup_custom_call", *_FUNCTIONS]

@@ -22,6 +22,7 @@ except ImportError as error:
 
 from flashxla import setup_custom_call, torch_aliases, torch_calls, torch_library
 from flashxla.ops import OPS
+from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.op import Op
 from flashxla.xla import lazy
 
@@ -120,7 +121,20 @@ def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., A
     return function
 
 
+def _form(form: Callable[..., Form]) -> Callable[..., Any]:
+    def tensor_of(offsets: Offsets, q: torch.Tensor) -> torch.Tensor:
+        return offsets.length * torch.arange(offsets.sequences + 1, dtype=torch.int32, device=q.device)
+
+    @functools.wraps(form)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return form(*args, **kwargs).call(_FUNCTIONS["flash_attn_varlen_func"], tensor_of)
+
+    function.__module__ = __name__
+    return function
+
+
 _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
+_FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 globals().update(_FUNCTIONS)
 
 __all__ = ["from_dlpack", "setup_custom_call", "shard_map", "to_dlpack", *_FUNCTIONS]

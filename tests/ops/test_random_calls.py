@@ -17,9 +17,26 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.batches import Arguments, Case, caches_of, empty_caches, normal, ragged_paged_attention_arguments
-from tests.checks import DTYPES, LSE_TOLERANCE, TOLERANCE, assert_attention, assert_close, assert_same_bits
+from tests.batches import (
+    Arguments,
+    Case,
+    caches_of,
+    empty_caches,
+    flash_attn_arguments,
+    normal,
+    ragged_paged_attention_arguments,
+)
+from tests.checks import (
+    DTYPES,
+    LSE_TOLERANCE,
+    TOLERANCE,
+    assert_attention,
+    assert_close,
+    assert_gradients,
+    assert_same_bits,
+)
 from tests.frontends import TorchFrontend
+from tests.gradients import SOURCES, cotangents, gradients_from
 from tests.ops.engines import ONE_TENSOR, call_of, served_by
 
 Rng = np.random.Generator
@@ -168,6 +185,27 @@ def attend(frontend: TorchFrontend, rng: Rng, sizes: Callable[[Rng], dict[str, A
     return " ".join(sorted(set(served_by(frontend, function, arguments) or ("unknown",))))
 
 
+def differentiate(frontend: TorchFrontend, rng: Rng) -> str:
+    """The gradients of a random call of flash_attn_varlen_func."""
+    sizes = pick(rng, tile, float32, apart, anything)(rng)
+    dtype = pick(rng, "f32", *SIXTEEN)
+    lens = tuple(sizes["lens"])[:6]
+    case = case_of(rng, {**sizes, "lens": lens, "page": None, "cache": "same", "dtype": dtype})
+    case = dataclasses.replace(case, descale=None)
+    note(f"gradients {case}")
+    arguments = flash_attn_arguments(rng, case)
+    grads = cotangents(rng, arguments)
+    wanted = tuple(name for name in SOURCES if name in arguments)
+    first, second = (frontend.gradients("flash_attn_varlen_func", arguments, wanted, grads) for _ in range(2))
+    out, _ = frontend.flash_attn_varlen_func(**arguments)
+    expected = gradients_from(arguments, out, *grads)
+    for name in wanted:
+        coarser = min(first[name].dtype, arguments["q"].dtype, key=lambda dtype: dtype.itemsize)
+        assert_gradients(first[name], expected[name], coarser, name)
+    same(tuple(first.values()), tuple(second.values()))
+    return "gradients"
+
+
 def write_and_attend(frontend: TorchFrontend, rng: Rng) -> str:
     """A random call of ragged_paged_attention; returns the engines that served it."""
     sizes = pick(rng, few, wide, tile, fp8, float32, apart, anything)(rng)
@@ -256,6 +294,7 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "float32": (lambda f, rng: attend(f, rng, float32), ("simt",)),
     "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),
+    "differentiate": (differentiate, ("gradients",)),
     "write_and_attend": (write_and_attend, ("simt", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
     "merge": (merge, ("merge_attn_states",)),
@@ -296,6 +335,8 @@ def poison(frontend: TorchFrontend, case: Case) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_calls(request: pytest.FixtureRequest, frontend: TorchFrontend, kind: str) -> None:
     option = request.config.option
+    if kind == "differentiate" and option.device == "cuda":
+        pytest.skip("gradients have no kernel for NVIDIA GPUs yet")
     seconds = option.random_seconds / len(KINDS)
     call, engines = KINDS[kind]
     served: collections.Counter[str] = collections.Counter()

@@ -1,0 +1,283 @@
+"""FlashAttention's other functions: other forms of the arguments of flash_attn_varlen_func, for every front end.
+
+A form takes the arguments of FlashAttention's function of its name and returns a `Form`: the call of
+flash_attn_varlen_func that is meant, which the front end makes. It uses nothing of a tensor but its shape, reshape()
+and indexing, which all frameworks have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flashxla.ops.messages import type_error, value_error
+
+Window = tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Offsets:
+    """Those of sequences of one length: 0, length, 2 * length and so on. Front ends make tensors of them."""
+
+    sequences: int
+    length: int
+
+
+class Options(NamedTuple):
+    """What all forms have beside their tensors and lengths."""
+
+    dropout_p: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    alibi_slopes: Any
+    return_attn_probs: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A call of one of these functions.
+
+    arguments: of flash_attn_varlen_func. dense: (sequences, length) where tensors and results are dense.
+    """
+
+    function: str
+    arguments: dict[str, Any]
+    dense: tuple[int, int] | None
+
+    def call(self, attention: Callable[..., Any], tensor_of: Callable[[Offsets, Any], Any]) -> Any:
+        """Make the call. attention: flash_attn_varlen_func. tensor_of: offsets as a tensor where q is."""
+        q = self.arguments["q"]
+        given = {k: tensor_of(v, q) if isinstance(v, Offsets) else v for k, v in self.arguments.items()}
+        try:
+            results = attention(**given)
+        except (TypeError, ValueError) as error:
+            message = str(error).replace("flash_attn_varlen_func:", f"{self.function}:", 1)
+            raise type(error)(message) from error
+        if not self.arguments["return_softmax_lse"]:
+            return self._out(results)
+        out, lse = results
+        if self.dense:
+            lse = lse.reshape(-1, *self.dense).swapaxes(0, 1)
+        return self._out(out), lse, None
+
+    def _out(self, out: Any) -> Any:
+        return out.reshape(*self.dense, *out.shape[1:]) if self.dense else out
+
+
+def _form(
+    function: str,
+    tensors: tuple[Any, Any, Any],
+    queries: tuple[Any, int],
+    keys: tuple[Any, int],
+    options: Options,
+    dense: tuple[int, int] | None = None,
+) -> Form:
+    """tensors: q, k and v of all sequences. queries, keys: their offsets, and the longest sequence."""
+    if options.dropout_p != 0:
+        raise value_error(function, "dropout_p", options.dropout_p, "0.0: attention here has no dropout")
+    arguments = {
+        **dict(zip("qkv", tensors, strict=True)),
+        "cu_seqlens_q": queries[0],
+        "max_seqlen_q": queries[1],
+        "cu_seqlens_k": keys[0],
+        "max_seqlen_k": keys[1],
+        "softmax_scale": options.softmax_scale,
+        "causal": options.causal,
+        "window_size": options.window_size,
+        "softcap": options.softcap,
+        "alibi_slopes": options.alibi_slopes,
+        "return_softmax_lse": bool(options.return_attn_probs),
+    }
+    return Form(function, arguments, dense)
+
+
+def _dense(function: str, q: Any, k: Any, v: Any, options: Options) -> Form:
+    """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]."""
+    batch, len_q, *_ = _shape(function, "q", q, "B Sq Hq D")
+    _, len_k, *_ = _shape(function, "k", k, "B Sk Hk D", B=batch)
+    _shape(function, "v", v, "B Sk Hk Dv", B=batch, Sk=len_k)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    queries, keys = ((Offsets(batch, length), length) for length in (len_q, len_k))
+    return _form(function, (q, k, v), queries, keys, options, dense=(batch, len_q))
+
+
+def _shape(function: str, name: str, tensor: Any, dims: str, **sizes: int) -> tuple[int, ...]:
+    """The shape of a tensor of these dims, some of which have a size. Raises TypeError and ValueError."""
+    wanted = [int(s) if s.isdigit() else sizes.get(s, s) for s in dims.split()]
+    accepted = f"[{', '.join(map(str, wanted))}]"
+    if not hasattr(tensor, "shape"):
+        raise type_error(function, name, f"{tensor!r} ({type(tensor).__name__})", f"a tensor {accepted}")
+    shape = tuple(tensor.shape)
+    if len(shape) != len(wanted) or any(
+        size != want for size, want in zip(shape, wanted, strict=True) if not isinstance(want, str)
+    ):
+        raise value_error(function, name, f"shape {list(shape)}", accepted)
+    return shape
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func for sequences of one length.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        k, v: [B, Sk, Hk, D] and [B, Sk, Hk, Dv].
+        dropout_p: 0.
+        alibi_slopes: float32 [Hq] or [B, Hq].
+        deterministic: gradients are always the same bits for the same input.
+        return_attn_probs: also return the LSE, and None in place of the probabilities.
+        softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
+
+    Returns:
+        out [B, Sq, Hq, Dv]; with return_attn_probs (out, LSE float32 [B, Hq, Sq], None).
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes, dropout.
+
+    Semantics of flash-attention's flash_attn_func.
+    """
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _dense("flash_attn_func", q, k, v, options)
+
+
+def flash_attn_kvpacked_func(
+    q: Any,
+    kv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func with keys and values in one tensor.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        kv: [B, Sk, 2, Hk, D].
+
+    The other arguments, the results and the errors are those of flash_attn_func.
+    """
+    name = "flash_attn_kvpacked_func"
+    _shape(name, "kv", kv, "B Sk 2 Hk D")
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [B, S, 3, H, D].
+
+    The other arguments, the results and the errors are those of flash_attn_func.
+    """
+    name = "flash_attn_qkvpacked_func"
+    _shape(name, "qkv", qkv, "B S 3 H D")
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func with keys and values in one tensor.
+
+    Args:
+        q: [T, Hq, D].
+        kv: [Tk, 2, Hk, D].
+        cu_seqlens_q, cu_seqlens_k: int32 [S+1].
+        alibi_slopes: float32 [Hq] or [S, Hq].
+
+    Returns:
+        out [T, Hq, D]; with return_attn_probs (out, LSE float32 [Hq, T], None).
+
+    The other arguments and the errors are those of flash_attn_func.
+    """
+    name = "flash_attn_varlen_kvpacked_func"
+    _shape(name, "kv", kv, "Tk 2 Hk D")
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _form(
+        name, (q, kv[:, 0], kv[:, 1]), (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k), options
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_varlen_func with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [T, 3, H, D].
+        cu_seqlens: int32 [S+1].
+        alibi_slopes: float32 [H] or [S, H].
+
+    Returns:
+        out [T, H, D]; with return_attn_probs (out, LSE float32 [H, T], None).
+
+    The other arguments and the errors are those of flash_attn_func.
+    """
+    name = "flash_attn_varlen_qkvpacked_func"
+    _shape(name, "qkv", qkv, "T 3 H D")
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _form(
+        name, (qkv[:, 0], qkv[:, 1], qkv[:, 2]), (cu_seqlens, max_seqlen), (cu_seqlens, max_seqlen), options
+    )
+
+
+FORMS = (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)

@@ -1,0 +1,170 @@
+"""FlashAttention's other functions: the results of flash_attn_varlen_func in other shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashxla.ops.flash_attn_forms import FORMS
+from tests.checks import assert_same_bits
+from tests.frontends import Frontend, JaxFrontend, TorchFrontend
+
+Arguments = dict[str, Any]
+BATCH, LEN_Q, LEN_K, HEADS, KV_HEADS, DIM = 3, 5, 9, 4, 2, 16
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
+
+
+def offsets(length: int) -> np.ndarray:
+    return np.arange(0, BATCH * length + 1, length, dtype=np.int32)
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x.reshape(-1, *x.shape[2:]))
+
+
+def calls(rng: np.random.Generator) -> dict[str, tuple[Arguments, Arguments]]:
+    """Of each function the arguments of a call, and those of flash_attn_varlen_func."""
+    q, k, v = (
+        normal(rng, BATCH, length, heads, DIM)
+        for length, heads in ((LEN_Q, HEADS), (LEN_K, KV_HEADS), (LEN_K, KV_HEADS))
+    )
+    qkv = normal(rng, BATCH, LEN_Q, 3, HEADS, DIM)
+    kv = np.stack([k, v], 2)
+    common = {"cu_seqlens_q": offsets(LEN_Q), "max_seqlen_q": LEN_Q}
+    keys = {"cu_seqlens_k": offsets(LEN_K), "max_seqlen_k": LEN_K}
+    same_keys = {"cu_seqlens_k": offsets(LEN_Q), "max_seqlen_k": LEN_Q}
+    apart = {"q": flat(q), "k": flat(k), "v": flat(v), **common, **keys}
+    of_qkv = {name: flat(qkv[:, :, i]) for i, name in enumerate("qkv")} | common | same_keys
+    return {
+        "flash_attn_func": ({"q": q, "k": k, "v": v}, apart),
+        "flash_attn_kvpacked_func": ({"q": q, "kv": kv}, apart),
+        "flash_attn_qkvpacked_func": ({"qkv": qkv}, of_qkv),
+        "flash_attn_varlen_kvpacked_func": ({"q": flat(q), "kv": flat(kv), **common, **keys}, apart),
+        "flash_attn_varlen_qkvpacked_func": (
+            {"qkv": flat(qkv), "cu_seqlens": offsets(LEN_Q), "max_seqlen": LEN_Q},
+            of_qkv,
+        ),
+    }
+
+
+OPTIONS: list[Arguments] = [
+    {},
+    {"causal": True, "softmax_scale": 0.3, "softcap": 2.0},
+    {"window_size": (2, 1), "deterministic": True},
+]
+FUNCTIONS = [form.__name__ for form in FORMS]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results(frontend: Frontend, rng: np.random.Generator, function: str, options: Arguments) -> None:
+    given, plain = calls(rng)[function]
+    plain_options = {k: v for k, v in options.items() if k != "deterministic"}
+    out, lse = frontend.flash_attn_varlen_func(**plain, **plain_options, return_softmax_lse=True)
+    assert lse is not None
+    if "varlen" not in function:
+        out = out.reshape(BATCH, LEN_Q, *out.shape[1:])
+        lse = lse.reshape(HEADS, BATCH, LEN_Q).swapaxes(0, 1)
+    (got,) = frontend.run(function, {**given, **options})
+    assert_same_bits(got, out, "out")
+    if frontend.name not in ("lazy", "openxla", "jax", "jax_jit", "torch"):
+        return  # None is no result of the others' test adapters
+    results = with_probs(frontend, function, {**given, **options})
+    assert len(results) == 3
+    assert results[2] is None
+    assert_same_bits(results[0], out, "out")
+    assert_same_bits(np.ascontiguousarray(results[1]), np.ascontiguousarray(lse), "lse")
+
+
+def with_probs(frontend: Frontend, function: str, arguments: Arguments) -> tuple[Any, ...]:
+    is_jax = isinstance(frontend, JaxFrontend)
+    assert is_jax or isinstance(frontend, TorchFrontend)
+    tensor = (lambda x: x) if is_jax else frontend.tensor
+    given = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    out, lse, probs = getattr(frontend.fx, function)(**given, return_attn_probs=True)
+    array = np.asarray if is_jax else frontend.array
+    return array(out), array(lse), probs
+
+
+@pytest.mark.frontends("torch", "lazy", "jax", "jax_jit", "torchax", "torchtpu", "torchtpu_compiled")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients(frontend: Frontend, rng: np.random.Generator, function: str) -> None:
+    given, plain = calls(rng)[function]
+    grad = normal(rng, BATCH * LEN_Q, HEADS, DIM)
+    expected = frontend.gradients("flash_attn_varlen_func", plain, ("q", "k", "v"), (grad,))
+    sources = tuple(name for name in ("q", "k", "v", "kv", "qkv") if name in given)
+    shaped = grad if "varlen" in function else grad.reshape(BATCH, LEN_Q, HEADS, DIM)
+    got = frontend.gradients(function, given, sources, (shaped,))
+    packed = {"q": "q", "k": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
+    for name in sources:
+        parts = np.stack([expected[part] for part in packed[name]], 1)
+        parts = parts if len(name) > 1 else parts[:, 0]
+        np.testing.assert_array_equal(got[name].reshape(parts.shape), parts)
+
+
+@pytest.mark.frontends("torch", "jax")
+def test_alibi_of_sequences(frontend: Frontend, rng: np.random.Generator) -> None:
+    given, plain = calls(rng)["flash_attn_func"]
+    slopes = {"alibi_slopes": rng.random((BATCH, HEADS)).astype(np.float32)}
+    out, _ = frontend.flash_attn_varlen_func(**plain, **slopes)
+    (got,) = frontend.run("flash_attn_func", {**given, **slopes})
+    assert_same_bits(flat(got), out, "out")
+
+
+ERRORS = [
+    ("flash_attn_func", {"dropout_p": 0.1}, ValueError, "dropout_p: got 0.1; accepted: 0.0"),
+    ("flash_attn_varlen_qkvpacked_func", {"dropout_p": 0.5}, ValueError, "dropout_p: got 0.5; accepted: 0.0"),
+    (
+        "flash_attn_func",
+        {"q": np.ones((2, 3), np.float32)},
+        ValueError,
+        r"q: got shape \[2, 3\]; accepted: \[B, Sq",
+    ),
+    (
+        "flash_attn_func",
+        {"v": np.ones((3, 8, 2, 16), np.float32)},
+        ValueError,
+        r"v: .*accepted: \[3, 9, Hk, Dv\]",
+    ),
+    ("flash_attn_func", {"k": None}, TypeError, "k: got None"),
+    ("flash_attn_func", {"k": np.ones((3, 9, 3, 16), np.float32)}, ValueError, "q: got 4 heads|v: got shape"),
+    (
+        "flash_attn_kvpacked_func",
+        {"kv": np.ones((3, 9, 3, 2, 16), np.float32)},
+        ValueError,
+        r"accepted: \[B, Sk, 2",
+    ),
+    (
+        "flash_attn_qkvpacked_func",
+        {"qkv": np.ones((3, 5, 2, 4, 16), np.float32)},
+        ValueError,
+        r"\[B, S, 3, H, D\]",
+    ),
+    ("flash_attn_qkvpacked_func", {"softcap": -1.0}, ValueError, "softcap: got -1.0"),
+    (
+        "flash_attn_varlen_kvpacked_func",
+        {"cu_seqlens_k": np.zeros(2, np.int32)},
+        ValueError,
+        "cu_seqlens_k: got",
+    ),
+]
+
+
+@pytest.mark.frontends("torch", "jax", "jax_jit")
+@pytest.mark.parametrize(("function", "changes", "error", "message"), ERRORS, ids=lambda x: str(x)[:30])
+def test_errors(
+    frontend: Frontend,
+    rng: np.random.Generator,
+    function: str,
+    changes: Arguments,
+    error: type[Exception],
+    message: str,
+) -> None:
+    given, _ = calls(rng)[function]
+    with pytest.raises(error, match=f"^{function}: .*({message})"):
+        frontend.run(function, {**given, **changes})
