@@ -91,7 +91,7 @@ def with_probs(frontend: Frontend, function: str, arguments: Arguments) -> tuple
     return array(out), array(lse), probs
 
 
-@pytest.mark.frontends("torch", "lazy", "jax", "jax_jit", "torchax", "torchtpu", "torchtpu_compiled")
+@pytest.mark.frontends("torch", "lazy", "jax", "jax_jit", "torchtpu", "torchtpu_compiled")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients(frontend: Frontend, rng: np.random.Generator, function: str) -> None:
     given, plain = calls(rng)[function]

@@ -104,13 +104,14 @@ def _paged(problem: AttentionProblem, page: int) -> tuple[list[torch.Tensor], to
     return caches, table.to(problem.q.device)
 
 
-def _padded(problem: AttentionProblem, tensor: torch.Tensor) -> torch.Tensor:
+def padded(problem: AttentionProblem, tensor: torch.Tensor) -> torch.Tensor:
     """[S, H, longest, D]."""
     parts = torch.nn.utils.rnn.pad_sequence(list(problem.sequences(tensor)), batch_first=True)
     return parts.transpose(1, 2).contiguous()
 
 
-def _unpadded(problem: AttentionProblem, out: torch.Tensor) -> list[torch.Tensor]:
+def unpadded(problem: AttentionProblem, out: torch.Tensor) -> list[torch.Tensor]:
+    """What `padded` gave, without the padding: [T, H, D], in a list."""
     lens = [queries for queries, _ in problem.case.lens]
     return [torch.cat([rows[:, :n].transpose(0, 1) for rows, n in zip(out, lens, strict=True)])]
 
@@ -128,7 +129,7 @@ def _is_causal(case: AttentionCase) -> bool:
 
 
 def _sdpa(problem: AttentionProblem) -> Run:
-    q, k, v = (_padded(problem, tensor) for tensor in (problem.q, problem.k, problem.v))
+    q, k, v = (padded(problem, tensor) for tensor in (problem.q, problem.k, problem.v))
     mask = _mask(problem.case, q.device)
     causal = _is_causal(problem.case)
     gqa = problem.case.heads[0] != problem.case.heads[1]
@@ -136,7 +137,7 @@ def _sdpa(problem: AttentionProblem) -> Run:
     def call() -> torch.Tensor:
         return sdpa(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
 
-    return Run(call, lambda out: _unpadded(problem, out))
+    return Run(call, lambda out: unpadded(problem, out))
 
 
 def _sdpa_loop(problem: AttentionProblem) -> Run:
@@ -154,14 +155,14 @@ def _sdpa_loop(problem: AttentionProblem) -> Run:
 
 
 def _sdpa_grouped(problem: AttentionProblem) -> Run:
-    q, k, v = (_padded(problem, tensor) for tensor in (problem.q, problem.k, problem.v))
+    q, k, v = (padded(problem, tensor) for tensor in (problem.q, problem.k, problem.v))
     mask = _mask(problem.case, q.device)
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # the query heads of a KV head become its queries
 
     def call() -> torch.Tensor:
         return sdpa(rows, k, v, attn_mask=mask).view(q.shape)
 
-    return Run(call, lambda out: _unpadded(problem, out))
+    return Run(call, lambda out: unpadded(problem, out))
 
 
 OURS = Peer("flashxla", _ours)

@@ -14,6 +14,8 @@ from flashxla import install, output_file
 
 TOPICS = ("prefill", "decode", "kv_write")
 STRATEGIES = "strategies"
+CPU_TOPICS = (*TOPICS, "backward")
+CPU_ALONE = ("backward", STRATEGIES)
 VLLM = "vllm"
 # Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
 STUDY = ("mixed", "overhead", "plan", "step")
@@ -30,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*TOPICS, *STUDY, STRATEGIES, VLLM, "all"),
-        help="what to measure; everything that the device has if left out. strategies: ways to write a cache from "
-        "PyTorch/XLA, on the cpu. On GPUs, from a checkout: mixed batches, overhead in a jitted program, plan (one "
-        "for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B). vllm: the engine, where "
-        "the plugin for vLLM is installed (docs/vllm.md)",
+        choices=(*CPU_TOPICS, *STUDY, STRATEGIES, VLLM, "all"),
+        help="what to measure; everything that the device has if left out. On the cpu alone: backward (gradients), "
+        "strategies (ways to write a cache from PyTorch/XLA). On GPUs, from a checkout: mixed batches, overhead in a "
+        "jitted program, plan (one for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B). "
+        "vllm: the engine, where the plugin for vLLM is installed (docs/vllm.md)",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also time PyTorch's and JAX's own ways, in turn with ours"
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     from flashxla.bench.topic import Options
 
     options = Options(tuple(args.dtype), args.device, args.threads, args.rounds, args.peers, args.quick)
-    everything = TOPICS if args.device == "cuda" else (*TOPICS, STRATEGIES)
+    everything = TOPICS if args.device == "cuda" else (*CPU_TOPICS, STRATEGIES)
     names = everything if args.name in _EVERYTHING else [args.name]
     results = {name: _measure(name, options) for name in names}
     content = report.document(results, options, command(args, "threads"))
@@ -175,8 +177,8 @@ def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
         if is_asked and root is None:
             return f"{what} comes with a checkout of the repository, in its folder benchmarks"
     if args.device == "cuda":
-        if args.name == STRATEGIES:
-            return "--device cuda: strategies runs on the cpu only"
+        if args.name in CPU_ALONE:
+            return f"--device cuda: {args.name} runs on the cpu only"
         if not _sees_cuda(root):
             seeing = "neither PyTorch nor JAX sees a" if root else "PyTorch sees no"
             return f"--device cuda: {seeing} CUDA device"
