@@ -74,7 +74,7 @@ wheel: .venv/packages $(if $(CUDA),cuda)  ## dist/flashxla-*.whl, one for every 
 
 lock: .venv/packages  ## choose the versions in requirements.lock anew
 	@$(BIN)/uv pip compile -q --upgrade pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	  --extra torch-xla --extra generate --extra bench --group dev --no-emit-index-url --no-emit-find-links \
+	  --extra torch-xla --extra generate --extra bench --group dev --group examples --no-emit-index-url --no-emit-find-links \
 	  --custom-compile-command "make lock" -o requirements.lock
 
 # vLLM on XLA has an environment of its own: Python 3.12, and versions that flashxla itself does not depend on.

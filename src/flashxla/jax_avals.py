@@ -1,6 +1,9 @@
-"""Avals in JAX's terms, and JAX's arrays as avals."""
+"""Avals in JAX's terms, JAX's arrays as avals, and the mesh axes over which arrays vary inside jax.shard_map."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,3 +19,24 @@ def shape_dtype(aval: Aval) -> jax.ShapeDtypeStruct:
 def aval_of(x: jax.Array) -> Aval:
     """The aval of an array."""
     return Aval(tuple(x.shape), str(x.dtype))
+
+
+def varying_axes(arrays: Iterable[jax.Array]) -> frozenset[str]:
+    """The axes over which one of them varies, as jax.shard_map with check_vma keeps count of it."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        aval: Any = jax.typeof(x)
+        # JAX before 0.10 has it as an attribute of its own.
+        manual = getattr(aval, "manual_axis_type", None)
+        axes |= manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+    return axes
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The same array, as one that varies over these axes, too."""
+    missing = tuple(sorted(axes - varying_axes([x])))
+    if not missing:
+        return x
+    # JAX before 0.9 has it under another name.
+    pvary: Any = getattr(jax.lax, "pvary", None)
+    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, missing)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from flashxla import jax_derivatives, native, native_calls
-from flashxla.jax_avals import aval_of, shape_dtype
+from flashxla.jax_avals import aval_of, shape_dtype, vary, varying_axes
 from flashxla.native import Spec
 from flashxla.ops.op import Aval, Call
 from flashxla.platforms import CPU, PLATFORMS, Platform
@@ -42,7 +42,8 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
     for calls in _observers.get():
         calls.append((call, tuple(map(aval_of, operands))))
     installed = tuple(name for name in PLATFORMS if native.is_installed(name))
-    return list(_computation(call, installed)(*operands))
+    axes = varying_axes(operands)
+    return list(_computation(call, installed)(*(vary(x, axes) for x in operands)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,7 +157,9 @@ def _ffi_call(
         vmap_method="sequential",
         input_output_aliases=dict(aliases or {}),
     )
-    return list(ffi_call(*operands, **{name: _attribute(value) for name, value in attributes.items()}))
+    got = ffi_call(*operands, **{name: _attribute(value) for name, value in attributes.items()})
+    axes = varying_axes(operands)
+    return [vary(x, axes) for x in got]
 
 
 def _attribute(value: int | float | str) -> np.int64 | np.float64 | str:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flashxla.jax_avals import vary, varying_axes
 from flashxla.jax_functions import call
 from flashxla.ops.arguments import window_sides
 from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
@@ -101,7 +102,9 @@ def ring_attention(
     left, _ = window_sides(function, window_size)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = _Options(axis_name, max_seqlen, float(scale), (left, -1), softcap)
-    out, lse = _ring(options, q, k, v, cu_seqlens)
+    # Each varies over the ring's axis, and over whatever others (data, heads) one of them varies over.
+    axes = varying_axes([q, k, v, cu_seqlens])
+    out, lse = _ring(options, *(vary(jnp.asarray(x), axes) for x in (q, k, v, cu_seqlens)))
     return (out, lse) if return_softmax_lse else out
 
 
@@ -196,8 +199,10 @@ def _forward(
     devices = jax.lax.axis_size(options.axis_name)
     out = jnp.zeros((tokens, heads, v.shape[-1]), jnp.float32)
     lse = jnp.full((heads, tokens), -jnp.inf)
-    varying = jax.lax.pcast((out, lse), options.axis_name, to="varying")
-    (_, _, out, lse), _ = jax.lax.scan(step, (k, v, *varying), jnp.arange(devices))
+    # A loop's carry keeps its type: it varies as its results do.
+    axes = varying_axes([q])
+    k, v, out, lse = (vary(x, axes) for x in (k, v, out, lse))
+    (_, _, out, lse), _ = jax.lax.scan(step, (k, v, out, lse), jnp.arange(devices))
     return out.astype(q.dtype), lse
 
 
@@ -252,9 +257,10 @@ def _differentiate(options: _Options, residuals: Any, cotangents: Any) -> tuple[
         return (*following, *_passed_on(options, *sums), grad_q), None
 
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v, q))
-    varying = jax.lax.pcast(tuple(zeros), options.axis_name, to="varying")
+    axes = varying_axes([q])
+    carry = tuple(vary(x, axes) for x in (k, v, *zeros))
     devices = jax.lax.axis_size(options.axis_name)
-    (_, _, grad_k, grad_v, grad_q), _ = jax.lax.scan(step, (k, v, *varying), jnp.arange(devices))
+    (_, _, grad_k, grad_v, grad_q), _ = jax.lax.scan(step, carry, jnp.arange(devices))
     no_gradient = np.zeros(offsets.shape, jax.dtypes.float0)
     return grad_q.astype(q.dtype), grad_k.astype(k.dtype), grad_v.astype(v.dtype), no_gradient
 
