@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +21,10 @@ class Batch:
     cu_seqlens: int32 [B, S+1], where each row's documents begin, and T at the end; S is the same for all batches.
     """
 
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    cu_seqlens: np.ndarray
+    tokens: Any  # NumPy's arrays, or a framework's
+    targets: Any
+    positions: Any
+    cu_seqlens: Any
 
 
 def batches(rows: int, tokens: int, seed: int = 0) -> Iterator[Batch]:

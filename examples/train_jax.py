@@ -94,9 +94,11 @@ def attention(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array,
         if not ring:  # the rows become one row of more documents
             rows = jnp.arange(len(q), dtype=jnp.int32)[:, None] * tokens
             offsets = jnp.append((cu_seqlens[:, :-1] + rows).reshape(-1), len(q) * tokens).astype(jnp.int32)
-            flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+            flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
             out = fx.flash_attn_varlen_func(
-                *flat,
+                flat[0],
+                flat[1],
+                flat[2],
                 cu_seqlens_q=offsets,
                 cu_seqlens_k=offsets,
                 max_seqlen_q=tokens,
@@ -155,10 +157,15 @@ def placed(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
     def put(x: np.ndarray, spec: P) -> jax.Array:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    of_tokens = (
-        put(x[:, order], P("data", "context")) for x in (batch.tokens, batch.targets, batch.positions)
+    def of_tokens(x: np.ndarray) -> jax.Array:
+        return put(x[:, order], P("data", "context"))
+
+    return Batch(
+        of_tokens(batch.tokens),
+        of_tokens(batch.targets),
+        of_tokens(batch.positions),
+        put(batch.cu_seqlens, P("data")),
     )
-    return Batch(*of_tokens, put(batch.cu_seqlens, P("data")))
 
 
 def main() -> None:

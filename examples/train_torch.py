@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cpu")
     model = Model()
-    loss_of = model
+    loss_of: Callable[..., Tensor] = model
     if args.backend == "openxla":
         import torch_xla
 

@@ -17,8 +17,6 @@ namespace {
 constexpr int kMaxPanels = 8;
 constexpr int kMaxRows = kMaxPanels * kPanelRows;
 static_assert(kGradientBlock % kValueBlock == 0 && kScoreKeys <= kGradientSpareRows);
-// No product reads rows of a panel that were not computed.
-static_assert(kWidth % kScoreKeys == 0);
 
 int64_t MaxBackwardRows(const AttentionProblem& problem) {
   const int64_t head_size = LargerHeadSize(problem);
@@ -320,12 +318,20 @@ class TileBackward {
         AddProduct<kScoreKeys, kPanelRows, 1>(scratch_.grad_scores[key], queries + d, stride_, rows,
                                               KeySums(key) + d, sums_.key_stride);
       }
-      for (int64_t i = 0; i < rows; i += kScoreKeys) {
-        AddProduct<kScoreKeys, 1, kPanelRows>(scratch_.grad_scores[begin] + i,
-                                              scratch_.keys + begin * kStride + d, kStride,
-                                              end - begin, grad_q + i * stride_ + d, stride_);
+      int64_t i = 0;
+      for (; i + kValueRows <= rows; i += kValueRows) {
+        AddGradQ<kValueRows>(i, begin, end, d, grad_q);
       }
+      for (; i < rows; i += kFewValueRows) AddGradQ<kFewValueRows>(i, begin, end, d, grad_q);
     }
+  }
+
+  // Of kRows rows of a panel and keys [begin, end), kValueBlock elements from d on.
+  template <int kRows>
+  void AddGradQ(int64_t row, int64_t begin, int64_t end, int64_t d, float* grad_q) const {
+    AddProduct<kRows, 1, kPanelRows>(scratch_.grad_scores[begin] + row,
+                                     scratch_.keys + begin * kStride + d, kStride, end - begin,
+                                     grad_q + row * stride_ + d, stride_);
   }
 
   // 0 times infinity or NaN would be NaN: adds exactly what the rows see.

@@ -21,6 +21,14 @@ def test_a_table_that_another_page_quotes():
     assert tables.steps(Run("h200-step")) in page
 
 
+def test_the_table_of_gradients():
+    page = document.PAGE.with_name("training.md").read_text()
+    runs = Run("cpu-backward-float32"), Run("cpu-backward-bfloat16")
+    assert tables.attention(*runs) in page
+    (processor,) = {run.content["machine"]["cpu"] for run in runs}
+    assert processor in page
+
+
 def test_figures_that_the_readme_quotes():
     readme = " ".join((document.PAGE.parents[1] / "README.md").read_text().split())
     copying = [row["seconds"] for row in Run("cpu-strategies").where(bytes=2 * 2**30, pointer_stays=False)]

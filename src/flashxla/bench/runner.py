@@ -38,7 +38,8 @@ def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> 
     # Without --peers the first one still says whether our results are right.
     runs = {peer.name: peer.build(problem) for peer in (serving if options.peers else serving[:1])}
     errors = {
-        name: _check(f"{topic.name} {case.name}: {name}", ours, run, dtype) for name, run in runs.items()
+        name: _check(f"{topic.name} {case.name}: {name}", ours, run, dtype, topic.roundings)
+        for name, run in runs.items()
     }
 
     ceiling = topic.ceiling(dtype, options)
@@ -67,9 +68,9 @@ def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> 
         }
 
 
-def _check(what: str, ours: Run, peer: Run, dtype: torch.dtype) -> float:
+def _check(what: str, ours: Run, peer: Run, dtype: torch.dtype, roundings: float) -> float:
     """The largest difference between two runs' results. Raises RuntimeError if they do not agree."""
-    atol, rtol = _TOLERANCE[dtype]
+    atol, rtol = (roundings * tolerance for tolerance in _TOLERANCE[dtype])
     largest = 0.0
     for a, b in zip(ours.results(ours.call()), peer.results(peer.call()), strict=True):
         try:

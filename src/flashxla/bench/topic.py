@@ -60,7 +60,8 @@ class Topic:
     """One benchmark.
 
     cases: by device, and the tiny ones of --quick; each has a name. problem: a case's tensors. work: what one call
-    must do; its rate, divided by scale, is in `unit`. peers: the first is the reference for the results.
+    must do; its rate, divided by scale, is in `unit`. peers: the first is the reference for the results. roundings: how
+    many times further the results of contenders may be apart than outputs of attention.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Topic:
     ceiling: Callable[[torch.dtype, Options], Ceiling]
     ours: Peer
     peers: tuple[Peer, ...]
+    roundings: float = 1.0
 
 
 def log_uniform(low: int, high: int, count: int, seed: int) -> tuple[int, ...]:
