@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "common/attention_arguments.h"
 #include "common/error.h"
 
 namespace flashxla {
@@ -41,8 +40,6 @@ flashxla_attention_args ForwardOf(const flashxla_attention_backward_args& args) 
 }
 
 flashxla_status CheckAttentionBackwardArguments(const flashxla_attention_backward_args& args) {
-  const flashxla_status status = CheckAttentionArguments(ForwardOf(args));
-  if (status != FLASHXLA_OK) return status;
   const int64_t dtype = args.q.dtype;
   if (dtype != FLASHXLA_F32 && dtype != FLASHXLA_F16 && dtype != FLASHXLA_BF16) {
     return Refuse("unsupported dtype");
@@ -55,9 +52,13 @@ flashxla_status CheckAttentionBackwardArguments(const flashxla_attention_backwar
     return Refuse("grad_out, lse and grad_lse do not go with q and out");
   }
   if (!IsLike(args.grad_q, args.q) || !IsLike(args.grad_k, args.k) ||
-      !IsLike(args.grad_v, args.v) ||
-      (args.grad_sinks.data != nullptr && !IsLike(args.grad_sinks, args.sinks))) {
+      !IsLike(args.grad_v, args.v)) {
     return Refuse("the gradients are not like what they are of");
+  }
+  if (args.grad_sinks.data != nullptr &&
+      (args.sinks.data == nullptr || args.sinks.rank != 1 ||
+       args.sinks.shape[0] != args.q.shape[1] || !IsLike(args.grad_sinks, args.sinks))) {
+    return Refuse("grad_sinks does not go with sinks and q");
   }
   return FLASHXLA_OK;
 }

@@ -2,7 +2,6 @@
 #include "flashxla/attention_backward.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -20,8 +19,8 @@
 namespace flashxla {
 namespace {
 
-// Rows per task that writes zeros.
-constexpr int64_t kIdleRows = 64;
+// Rows per task that writes zeros, or adds up what several tasks have found.
+constexpr int64_t kRowsPerTask = 64;
 
 using Memory = std::unique_ptr<char, decltype(&std::free)>;
 
@@ -38,10 +37,10 @@ Memory Allocate(int64_t bytes) {
 void WriteZeros(const RowView& view, int64_t num_heads, int64_t head_size, int64_t begin,
                 int64_t end, const flashxla_context* context) {
   static constexpr float kZeros[kMaxHeadSize] = {};
-  const int64_t num_chunks = (end - begin + kIdleRows - 1) / kIdleRows;
+  const int64_t num_chunks = (end - begin + kRowsPerTask - 1) / kRowsPerTask;
   ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t chunk) {
-    const int64_t first = begin + chunk * kIdleRows;
-    for (int64_t row = first; row < std::min(first + kIdleRows, end); ++row) {
+    const int64_t first = begin + chunk * kRowsPerTask;
+    for (int64_t row = first; row < std::min(first + kRowsPerTask, end); ++row) {
       for (int64_t head = 0; head < num_heads; ++head) {
         WriteRow(view, row, head, head_size, kZeros, 1.0f);
       }
@@ -82,7 +81,6 @@ class Backward {
         num_workers_(std::min(NumThreads(context), static_cast<int64_t>(work_.tasks.size()))),
         key_stride_(RoundUp(forward_.head_size, kGradientBlock)),
         value_stride_(RoundUp(forward_.v_head_size, kGradientBlock)),
-        finished_parts_(work_.tasks.size()),
         grad_sinks_(work_.tasks.size() * forward_.group_size) {
     Place();
   }
@@ -96,15 +94,14 @@ class Backward {
     });
     ParallelTasks(context_, num_workers_, static_cast<int64_t>(order.size()),
                   [&](int64_t worker, int64_t i) { RunTask(worker, order[i]); });
+    AddParts();
     WriteSinks();
   }
 
  private:
-  // Floats of the sums of a cluster.
+  // Floats of a task's sums.
   int64_t SumsSize(const BackwardTask& task) const {
-    const KeyCluster& cluster = work_.clusters[task.cluster];
-    return (cluster.end_row - cluster.first_row + kGradientSpareRows) *
-           (key_stride_ + value_stride_);
+    return (task.end_row - task.first_row + kGradientSpareRows) * (key_stride_ + value_stride_);
   }
 
   // Each worker has scratch memory, and room for the sums of a task that is alone. Parts have room
@@ -131,9 +128,8 @@ class Backward {
   }
 
   KeyGradients SumsAt(const BackwardTask& task, float* memory) const {
-    const KeyCluster& cluster = work_.clusters[task.cluster];
-    const int64_t rows = cluster.end_row - cluster.first_row + kGradientSpareRows;
-    return {memory, memory + rows * key_stride_, cluster.first_row, key_stride_, value_stride_};
+    const int64_t rows = task.end_row - task.first_row + kGradientSpareRows;
+    return {memory, memory + rows * key_stride_, task.first_row, key_stride_, value_stride_};
   }
 
   void RunTask(int64_t worker, int64_t i) {
@@ -147,35 +143,52 @@ class Backward {
       engine_.run(problem_, work_.blocks[block], task.kv_head, sums,
                   grad_sinks_.data() + i * forward_.group_size, scratch);
     }
-    if (task.num_parts > 1) {
-      std::atomic<int64_t>& finished = finished_parts_[task.first_part];
-      if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_parts) return;
-      AddParts(task);
-      WriteKeys(task, SumsAt(task, part_sums_[task.first_part]));
-    } else {
-      WriteKeys(task, sums);
-    }
-  }
-
-  // In the order of the parts, so that the sums do not depend on which finished first.
-  void AddParts(const BackwardTask& task) const {
-    float* const sums = part_sums_[task.first_part];
-    const int64_t size = SumsSize(task);
-    for (int64_t part = 1; part < task.num_parts; ++part) {
-      const float* more = part_sums_[task.first_part + part];
-      for (int64_t i = 0; i < size; ++i) sums[i] += more[i];
-    }
-  }
-
-  void WriteKeys(const BackwardTask& task, const KeyGradients& sums) const {
+    if (task.num_parts > 1) return;
     const KeyCluster& cluster = work_.clusters[task.cluster];
+    WriteKeys(&task, &memory, cluster.first_row, cluster.end_row);
+  }
+
+  // Writes the gradients of the keys of clusters that several tasks have shared.
+  void AddParts() {
+    struct Chunk {
+      int64_t first_task, begin, end;
+    };
+    std::vector<Chunk> chunks;
+    const int64_t num_tasks = static_cast<int64_t>(work_.tasks.size());
+    for (int64_t i = 0; i < num_tasks; i += work_.tasks[i].num_parts) {
+      if (work_.tasks[i].num_parts == 1) continue;
+      const KeyCluster& cluster = work_.clusters[work_.tasks[i].cluster];
+      for (int64_t row = cluster.first_row; row < cluster.end_row; row += kRowsPerTask) {
+        chunks.push_back({i, row, std::min(row + kRowsPerTask, cluster.end_row)});
+      }
+    }
+    ParallelTasks(context_, NumThreads(context_), static_cast<int64_t>(chunks.size()),
+                  [&](int64_t, int64_t i) {
+                    const Chunk& chunk = chunks[i];
+                    WriteKeys(&work_.tasks[chunk.first_task], &part_sums_[chunk.first_task],
+                              chunk.begin, chunk.end);
+                  });
+  }
+
+  // Writes rows [begin, end) of the gradients of keys and values: the sums of all parts of a task,
+  // in their order, so that the bits do not depend on which was done first.
+  void WriteKeys(const BackwardTask* parts, float* const* memory, int64_t begin,
+                 int64_t end) const {
     const float scale = static_cast<float>(problem_.args->softmax_scale);
-    for (int64_t row = cluster.first_row; row < cluster.end_row; ++row) {
-      const int64_t i = row - sums.first_row;
-      WriteRow(problem_.grad_k, row, task.kv_head, forward_.head_size,
-               sums.keys + i * sums.key_stride, scale);
-      WriteRow(problem_.grad_v, row, task.kv_head, forward_.v_head_size,
-               sums.values + i * sums.value_stride, 1.0f);
+    const int64_t head = parts->kv_head;
+    for (int64_t row = begin; row < end; ++row) {
+      float keys[kMaxHeadSize] = {}, values[kMaxValueHeadSize] = {};
+      for (int64_t part = 0; part < parts->num_parts; ++part) {
+        const BackwardTask& task = parts[part];
+        if (row < task.first_row || row >= task.end_row) continue;
+        const KeyGradients sums = SumsAt(task, memory[part]);
+        const float* k = sums.keys + (row - sums.first_row) * sums.key_stride;
+        const float* v = sums.values + (row - sums.first_row) * sums.value_stride;
+        for (int64_t d = 0; d < forward_.head_size; ++d) keys[d] += k[d];
+        for (int64_t d = 0; d < forward_.v_head_size; ++d) values[d] += v[d];
+      }
+      WriteRow(problem_.grad_k, row, head, forward_.head_size, keys, scale);
+      WriteRow(problem_.grad_v, row, head, forward_.v_head_size, values, 1.0f);
     }
   }
 
@@ -204,9 +217,8 @@ class Backward {
   const int64_t num_workers_, key_stride_, value_stride_;
   int64_t scratch_bytes_ = 0, worker_bytes_ = 0;
   Memory memory_ = Memory(nullptr, std::free);
-  std::vector<float*> part_sums_;                     // by task
-  std::vector<std::atomic<int64_t>> finished_parts_;  // by the first part's task
-  std::vector<double> grad_sinks_;                    // [task][head of the group]
+  std::vector<float*> part_sums_;   // by task
+  std::vector<double> grad_sinks_;  // [task][head of the group]
 };
 
 flashxla_status Differentiate(const flashxla_attention_backward_args& args,

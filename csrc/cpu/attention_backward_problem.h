@@ -12,6 +12,7 @@
 
 namespace flashxla {
 
+// Not to be copied: `forward` points to `forward_args`.
 struct AttentionBackwardProblem {
   const flashxla_attention_backward_args* args;
   flashxla_attention_args forward_args;
@@ -33,8 +34,7 @@ struct BackwardBlock {
   int64_t key_begin, key_end;  // positions
 };
 
-// Sequences whose keys overlap are computed one after the other, into the same sums. Mostly a
-// cluster is one sequence.
+// Sequences whose keys overlap: their gradients add up. Mostly a cluster is one sequence.
 struct KeyCluster {
   int64_t first_row, end_row;  // rows of k
   int64_t block_begin, block_end;
@@ -47,24 +47,25 @@ struct KeyGradients {
   int64_t key_stride, value_stride;
 };
 
-// Blocks of one cluster and one KV head. Where there are too few clusters for the threads, several
-// tasks share a cluster's blocks. Each has sums of its own, and the last to finish adds them up.
+// Blocks of one cluster and one KV head, and the rows of k that they see. Where there are too few
+// clusters for the threads, several tasks share a cluster's blocks; their sums are added up later.
 struct BackwardTask {
   int64_t cluster, kv_head;
   int64_t block_begin, block_end;
-  int64_t part, num_parts;
-  int64_t first_part;  // the task that is part 0, in BackwardTasks::tasks
+  int64_t first_row, end_row;
+  int64_t num_parts;  // tasks of this cluster and head, which are neighbours
   int64_t cost;
 };
 
 struct BackwardTasks {
   std::vector<BackwardBlock> blocks;
   std::vector<KeyCluster> clusters;
-  std::vector<BackwardTask> tasks;  // the parts of a cluster are neighbours
+  std::vector<BackwardTask> tasks;
 };
 
-// Cuts the call into enough tasks to keep `num_threads` threads busy. max_rows: of a block;
-// panel_rows: no block is cut smaller.
+// Cuts the call into enough tasks to keep `num_threads` threads busy, as far as the memory of
+// shared clusters' sums stays in proportion. Blocks have at most max_rows rows, and are not cut
+// into smaller ones than panel_rows.
 BackwardTasks MakeBackwardTasks(const AttentionBackwardProblem& problem, int64_t max_rows,
                                 int64_t panel_rows, int64_t num_threads);
 

@@ -14,14 +14,7 @@
 namespace flashxla {
 namespace {
 
-constexpr int kMaxPanels = 8;
-constexpr int kMaxRows = kMaxPanels * kPanelRows;
 static_assert(kGradientBlock % kValueBlock == 0 && kScoreKeys <= kGradientSpareRows);
-
-int64_t MaxBackwardRows(const AttentionProblem& problem) {
-  const int64_t head_size = LargerHeadSize(problem);
-  return head_size <= 128 ? kMaxRows : head_size <= kUsualDims ? kMaxRows / 2 : kMaxRows / 4;
-}
 
 // Distance between rows: an odd number of cache lines, as kTileStride.
 int64_t RowStride(int64_t head_size) {
@@ -53,7 +46,7 @@ int64_t BackwardScratchBytes(const AttentionProblem& problem) {
   const int64_t d = problem.head_size, d_v = problem.v_head_size;
   return static_cast<int64_t>(sizeof(BackwardScratch)) + 64 +
          4 * (2 * kTileKeys * stride +
-              MaxBackwardRows(problem) * (2 * RowStride(d) + RowStride(d_v) + d + d_v));
+              MaxTileRows(problem) * (2 * RowStride(d) + RowStride(d_v) + d + d_v));
 }
 
 inline bool AreFinite(const float* values, int64_t n) {
@@ -78,7 +71,7 @@ class TileBackward {
     stride_ = RowStride(head_size_), v_stride_ = RowStride(v_head_size_);
     num_rows_ = block.row_end - block.row_begin;
     num_panels_ = (num_rows_ + kPanelRows - 1) / kPanelRows;
-    const int64_t rows = MaxBackwardRows(forward_);
+    const int64_t rows = MaxTileRows(forward_);
     float* p = reinterpret_cast<float*>(static_cast<char*>(memory) +
                                         (sizeof(BackwardScratch) + 63) / 64 * 64);
     auto take = [&p](int64_t size) {
@@ -117,6 +110,9 @@ class TileBackward {
  private:
   static constexpr int kStride = kTileStride<kMaxDims>;
 
+  // Of whole vectors of rows.
+  static int64_t NumLanes(int64_t rows) { return (rows + kWidth - 1) / kWidth * kWidth; }
+
   int64_t TokenOf(int64_t row) const {
     return block_.sequence->first_query + (block_.row_begin + row) / forward_.group_size;
   }
@@ -129,7 +125,7 @@ class TileBackward {
     const float scale = static_cast<float>(problem_.args->softmax_scale);
     // Scores are in base 2, or in units of the softcap.
     const float factor = softcap_ > 0.0f ? scale / softcap_ : scale * kLog2e;
-    const int64_t num_rows = num_panels_ * kPanelRows;
+    const int64_t num_rows = NumLanes(num_rows_);
     __builtin_memset(scratch_.queries, 0, num_rows * stride_ * sizeof(float));
     __builtin_memset(scratch_.grad_q, 0, num_rows * stride_ * sizeof(float));
     __builtin_memset(scratch_.grad_out, 0, num_rows * v_stride_ * sizeof(float));
@@ -165,7 +161,7 @@ class TileBackward {
       const float sink = row < num_rows_ ? forward_.Sink(head) : -kInfinity;
       if (sink != -kInfinity) {
         grad_sinks_[head % forward_.group_size] -=
-            double{Exp2(Splat((sink - lse) * kLog2e))[0]} * delta;
+            double{Exp2(Splat(Min((sink - lse) * kLog2e, 127.0f)))[0]} * delta;
       }
     }
   }
@@ -208,7 +204,6 @@ class TileBackward {
   void AddPanel(int64_t panel, bool finite) {
     const int64_t row = panel * kPanelRows;
     const int64_t rows = Min<int64_t>(num_rows_ - row, kPanelRows);
-    finite &= scratch_.finite[panel];
     // Both ends of a row's visible keys grow with the row.
     const int64_t last = row + rows - 1;
     const int64_t first_key = IndexOf(scratch_.visible_begin[row]);
@@ -216,15 +211,15 @@ class TileBackward {
     if (first_key >= behind) return;
     const int64_t begin = first_key / kScoreKeys * kScoreKeys;
     const int64_t end = (behind + kScoreKeys - 1) / kScoreKeys * kScoreKeys;
-    const bool masked = !finite || IndexOf(scratch_.visible_begin[last]) > begin ||
-                        IndexOf(scratch_.visible_end[row]) < end;
+    const bool masked =
+        IndexOf(scratch_.visible_begin[last]) > begin || IndexOf(scratch_.visible_end[row]) < end;
     if (masked) {
-      for (int64_t i = 0; i < kPanelRows; ++i) {
+      for (int64_t i = 0; i < NumLanes(rows); ++i) {
         scratch_.tile_begin[i] = IndexOf(scratch_.visible_begin[row + i]);
         scratch_.tile_end[i] = IndexOf(scratch_.visible_end[row + i]);
       }
     }
-    switch ((rows + kWidth - 1) / kWidth) {
+    switch (NumLanes(rows) / kWidth) {
       case 1:
         Weigh<1>(row, begin, end, masked);
         break;
@@ -234,10 +229,10 @@ class TileBackward {
       default:
         Weigh<kPanelVectors>(row, begin, end, masked);
     }
-    if (finite) {
-      AddProducts(row, rows, begin, end);
-    } else {
+    if (masked && !(finite && scratch_.finite[panel])) {
       AddRowByRow(row, rows);
+    } else {
+      AddProducts(row, rows, begin, end);
     }
   }
 
@@ -280,7 +275,10 @@ class TileBackward {
         const Int distance = (Int)((Uint)diagonal - static_cast<uint32_t>(tile_first_ + key));
         score -= slope * Abs(__builtin_convertvector(distance, Float));
       }
-      Float weight = Exp2(score - lse);
+      // Above 0 by rounding alone, or for an LSE of other scores: Exp2 ends at 2^128.
+      Float exponent = score - lse;
+      exponent = exponent > 127.0f ? Splat(127.0f) : exponent;
+      Float weight = Exp2(exponent);
       Float grad_score = weight * (Load(grad_scores) - delta);
       if (kAdjust) {
         grad_score *= factor;
@@ -368,7 +366,9 @@ void RunBackward(const AttentionBackwardProblem& problem, const BackwardBlock& b
                  int64_t kv_head, const KeyGradients& sums, double* grad_sinks, void* scratch) {
   WithFormat(problem.args->k.dtype, [&](auto format) {
     using Format = decltype(format);
-    if (LargerHeadSize(problem.forward) <= kUsualDims) {
+    if constexpr (sizeof(typename Format::Bits) == 1) {
+      return;  // fp8 is refused before
+    } else if (LargerHeadSize(problem.forward) <= kUsualDims) {
       TileBackward<kUsualDims>(problem, block, kv_head, sums, grad_sinks, scratch)
           .template Run<Format>();
     } else {
@@ -378,9 +378,9 @@ void RunBackward(const AttentionBackwardProblem& problem, const BackwardBlock& b
   });
 }
 
-constexpr AttentionBackwardEngine kBackward = {"tiles",         "tiles of queries and keys",
-                                               RunBackward,     BackwardScratchBytes,
-                                               MaxBackwardRows, kPanelRows};
+constexpr AttentionBackwardEngine kBackward = {"tiles",     "tiles of queries and keys",
+                                               RunBackward, BackwardScratchBytes,
+                                               MaxTileRows, kPanelRows};
 
 }  // namespace
 }  // namespace flashxla

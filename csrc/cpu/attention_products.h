@@ -32,10 +32,20 @@ static_assert(kWidth % kFewValueRows == 0 && kValueRows % kFewValueRows == 0);
 template <int kMaxDims>
 constexpr int kTileStride = kMaxDims + 16;
 constexpr int kUsualDims = 256;
-static_assert(kUsualDims % kValueBlock == 0 && kMaxValueHeadSize % kValueBlock == 0);
+static_assert(kUsualDims % kValueBlock == 0 && kMaxValueHeadSize % kValueBlock == 0 &&
+              kMaxHeadSize % kValueBlock == 0);
+
+constexpr int kMaxPanels = 8;
+constexpr int kMaxRows = kMaxPanels * kPanelRows;
 
 int64_t LargerHeadSize(const AttentionProblem& problem) {
   return Max(problem.head_size, problem.v_head_size);
+}
+
+// As many rows as fit in the L2 cache beside a tile of keys and values.
+int64_t MaxTileRows(const AttentionProblem& problem) {
+  const int64_t head_size = LargerHeadSize(problem);
+  return head_size <= 128 ? kMaxRows : head_size <= kUsualDims ? kMaxRows / 2 : kMaxRows / 4;
 }
 
 // Loads a strided row as float. Returns whether all elements are finite.

@@ -14,15 +14,6 @@
 namespace flashxla {
 namespace {
 
-constexpr int kMaxPanels = 8;
-constexpr int kMaxRows = kMaxPanels * kPanelRows;
-
-// As many rows as fit in the L2 cache beside a tile of keys and values.
-int64_t MaxTileRows(const AttentionProblem& problem) {
-  const int64_t head_size = LargerHeadSize(problem);
-  return head_size <= 128 ? kMaxRows : head_size <= kUsualDims ? kMaxRows / 2 : kMaxRows / 4;
-}
-
 int64_t PaddedHeadSize(int64_t head_size) {
   return (head_size + kValueBlock - 1) / kValueBlock * kValueBlock;
 }

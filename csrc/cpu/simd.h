@@ -123,7 +123,7 @@ inline Float LoadAs<F8E4M3>(const uint8_t* p) {
 }
 #endif
 
-// 2^x for x <= 0, to 2 ulp; 0 below the smallest normal number. NaN stays NaN.
+// 2^x for x < 128, to 2 ulp; 0 below the smallest normal number. NaN stays NaN.
 inline Float Exp2(Float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Float rounded = x + kRound;

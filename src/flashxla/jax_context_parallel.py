@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashxla.jax_avals import vary, varying_axes
+from flashxla.jax_avals import aval_of, vary, varying_axes
 from flashxla.jax_functions import call
 from flashxla.ops.arguments import window_sides
 from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
 from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD
-from flashxla.ops.messages import value_error
+from flashxla.ops.messages import in_words_of, type_error, value_error
+from flashxla.ops.parameters import FLOATS
 
 
 def ring_order(tokens: int, devices: int) -> np.ndarray:
@@ -37,6 +38,8 @@ def ring_order(tokens: int, devices: int) -> np.ndarray:
     Raises:
         ValueError: tokens is no such multiple.
     """
+    if devices < 1:
+        raise value_error("ring_order", "devices", devices, "a number of devices")
     if tokens % (2 * devices):
         raise value_error("ring_order", "tokens", tokens, f"a multiple of {2 * devices}, twice the devices")
     chunks = np.arange(tokens).reshape(2 * devices, -1)
@@ -81,7 +84,8 @@ def ring_attention(
     Args:
         q: [T / n, Hq, D], this device's part of the T tokens in `ring_order`; n devices along the axis.
         k, v: [T / n, Hk, D] and [T / n, Hk, Dv], of the same tokens.
-        cu_seqlens: int32 [S+1], offsets of the sequences among the T tokens in their own order; on every device.
+        cu_seqlens: int32 [S+1], offsets of the sequences among the T tokens in their own order; on every device. They
+            must ascend from 0 or more to at most T: others do no harm, but give other results than one device gives.
         max_seqlen: upper bound of the lengths.
         axis_name: of the mesh axis.
         softmax_scale, softcap: as flash_attn_varlen_func.
@@ -96,15 +100,15 @@ def ring_attention(
         TypeError, ValueError: wrong dtypes or shapes.
     """
     function = "ring_attention"
-    if q.shape[0] % 2 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
-        got = f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]} tokens"
-        raise value_error(function, "q, k, v", got, "the same even number of tokens, in ring_order")
-    left, _ = window_sides(function, window_size)
+    q, k, v, cu_seqlens = (jnp.asarray(x) for x in (q, k, v, cu_seqlens))
+    left, right = window_sides(function, window_size)
+    _check(function, q, k, v, cu_seqlens, max_seqlen, softmax_scale, (left, right), softcap)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = _Options(axis_name, max_seqlen, float(scale), (left, -1), softcap)
+    options = _Options(axis_name, int(max_seqlen), float(scale), (int(left), -1), float(softcap))
     # Each varies over the ring's axis, and over whatever others (data, heads) one of them varies over.
-    axes = varying_axes([q, k, v, cu_seqlens])
-    out, lse = _ring(options, *(vary(jnp.asarray(x), axes) for x in (q, k, v, cu_seqlens)))
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = varying_axes([q, k, v, cu_seqlens]) | set(names)
+    out, lse = _ring(options, *(vary(x, axes) for x in (q, k, v, cu_seqlens)))
     return (out, lse) if return_softmax_lse else out
 
 
@@ -121,16 +125,38 @@ def merge_attn_states_over(out: Any, lse: Any, axis_name: str) -> tuple[jax.Arra
     Returns:
         (out [T, Hq, D], lse [Hq, T]) of all keys, on every device.
     """
-    top = jax.lax.pmax(lse, axis_name)
+    # The largest is a common factor, which has no gradient of its own.
+    top = jax.lax.pmax(jax.lax.stop_gradient(lse), axis_name)
     weight = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top)))
     total = jax.lax.psum(weight, axis_name)
     # A part without keys is not used, whatever its out holds.
     mine = jnp.where(weight.T[:, :, None] > 0, weight.T[:, :, None] * out.astype(jnp.float32), 0.0)
     merged = jax.lax.psum(mine, axis_name) / jnp.where(total == 0, 1.0, total).T[:, :, None]
-    return merged.astype(out.dtype), top + jnp.log(total)
+    return merged.astype(out.dtype), top + jnp.log(jnp.where(total == 0, 1.0, total))
 
 
 # The ring
+
+
+def _check(function: str, q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: Any, *scalars: Any) -> None:
+    """Raise for what the calls of a step would not take, in the words of the function that users call."""
+    softmax_scale, window, softcap = scalars
+    arguments = flash_attn_varlen_func(
+        q, k, v, max_seqlen, cu_seqlens, max_seqlen, cu_seqlens, None, softmax_scale, True, window, softcap
+    )
+    op = FLASH_ATTN_VARLEN
+    values = dict(zip(op.names, arguments, strict=True))
+    avals = {t.name: None if values[t.name] is None else aval_of(values[t.name]) for t in op.tensors}
+    names = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
+    try:
+        op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
+    except (TypeError, ValueError) as error:
+        raise in_words_of(error, function, {**names, "window_left": "window_size"}) from error
+    if str(q.dtype) not in FLOATS:
+        raise type_error(function, "q", f"dtype {q.dtype}", ", ".join(FLOATS))
+    if q.shape[0] % 2 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        got = f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]} tokens"
+        raise value_error(function, "q, k, v", got, "the same even number of tokens, in ring_order")
 
 
 def _part(offsets: jax.Array, device: Any, chunk_of_keys: Any, devices: int, chunk: int) -> _Part:
@@ -202,7 +228,7 @@ def _forward(
     # A loop's carry keeps its type: it varies as its results do.
     axes = varying_axes([q])
     k, v, out, lse = (vary(x, axes) for x in (k, v, out, lse))
-    (_, _, out, lse), _ = jax.lax.scan(step, (k, v, out, lse), jnp.arange(devices))
+    (_, _, out, lse), _ = jax.lax.scan(step, (k, v, out, lse), jnp.arange(devices, dtype=jnp.int32))
     return out.astype(q.dtype), lse
 
 
@@ -260,7 +286,7 @@ def _differentiate(options: _Options, residuals: Any, cotangents: Any) -> tuple[
     axes = varying_axes([q])
     carry = tuple(vary(x, axes) for x in (k, v, *zeros))
     devices = jax.lax.axis_size(options.axis_name)
-    (_, _, grad_k, grad_v, grad_q), _ = jax.lax.scan(step, carry, jnp.arange(devices))
+    (_, _, grad_k, grad_v, grad_q), _ = jax.lax.scan(step, carry, jnp.arange(devices, dtype=jnp.int32))
     no_gradient = np.zeros(offsets.shape, jax.dtypes.float0)
     return grad_q.astype(q.dtype), grad_k.astype(k.dtype), grad_v.astype(v.dtype), no_gradient
 

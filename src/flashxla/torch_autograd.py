@@ -134,7 +134,14 @@ def differentiable(
 
     args: all of its arguments. around: what its backward runs in, which autograd may do on a thread of its own.
     """
-    return _Differentiable.apply(op, run, around or contextlib.nullcontext(), *args)
+    gradients = {r.name.removeprefix("grad_") for r in _vjp_of(op).op.results}
+    guarded = [
+        _Refused.apply(x, _message(op, [name]))
+        if isinstance(x, torch.Tensor) and x.requires_grad and name not in gradients and not is_updated
+        else x
+        for name, x, is_updated in zip(op.names, args, op.is_updated, strict=True)
+    ]
+    return _Differentiable.apply(op, run, around or contextlib.nullcontext(), *guarded)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -189,14 +196,19 @@ class _Differentiable(torch.autograd.Function):
         gradients = got if isinstance(got, tuple) else (got,)
         by_name = {r.name.removeprefix("grad_"): x for r, x in zip(vjp.op.results, gradients, strict=True)}
         some_grad = next(iter(given.values()))
-        refused = [r for r in given if f"grad_{r}" not in taken] or [n for n in wanted if n not in by_name]
+        refused = [r for r in given if f"grad_{r}" not in taken]
         for name in wanted:
-            if name in by_name and not refused:
-                result[before + op.names.index(name)] = by_name[name]
+            position = before + op.names.index(name)
+            if name not in by_name and not refused:
+                # `_Refused` stands before it, and raises if its gradient is asked for.
+                shape, dtype = ctx.sources[name]
+                result[position] = torch.zeros((), dtype=dtype, device=some_grad.device).expand(shape)
+            elif not refused:
+                result[position] = by_name[name]
             else:
                 raising = getattr(torch.ops.flashxla, NO_BACKWARD)
                 gradient = raising(some_grad, _message(op, refused), *ctx.sources[name])
-                result[before + op.names.index(name)] = gradient
+                result[position] = gradient
         return tuple(result)
 
 
@@ -239,6 +251,19 @@ class _NoBackward(torch.autograd.Function):
                 for source, is_wanted in zip(ctx.sources, wanted, strict=True)
             ),
         )
+
+
+class _Refused(_NoBackward):
+    """An argument of an op with a vjp, which has no gradient: asked for one, it raises, and only then."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, message: str) -> Any:
+        _NoBackward.remember(ctx, message, 0, [tensor])
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (*_NoBackward.backward(ctx, *grads), None)
 
 
 class _Result(_NoBackward):

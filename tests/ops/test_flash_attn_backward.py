@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.batches import Case, flash_attn_arguments
-from tests.checks import DTYPES, assert_gradients
+from tests.checks import DTYPES, assert_gradients, assert_same_bits
 from tests.conftest import DEFAULT_FRONTENDS
 from tests.frontends import Frontend, JaxFrontend, TorchFrontend
 from tests.gradients import SOURCES, cotangents, flash_attn_varlen_gradients, gradients_from
@@ -186,6 +186,36 @@ def test_keys_of_several_sequences(frontend: Frontend, rng: np.random.Generator)
     expected = flash_attn_varlen_gradients(arguments, grad)
     for name in "qkv":
         assert_gradients(got[name], expected[name], DTYPES["f32"], name)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("lens", [((700, 900), (30, 500)), ((900, 900),)], ids=str)
+def test_sequences_that_threads_share(frontend: TorchFrontend, rng: np.random.Generator, lens: Any) -> None:
+    """With more threads than sequences, several tasks add to the same keys, and the bits stay the same."""
+    arguments = flash_attn_arguments(rng, Case(lens, heads=(2, 1), sinks="f32"))
+    grads = cotangents(rng, arguments)
+    threads = frontend.torch.get_num_threads()
+    try:
+        frontend.torch.set_num_threads(16)
+        got, again = (frontend.gradients("flash_attn_varlen_func", arguments, SOURCES, grads) for _ in "12")
+    finally:
+        frontend.torch.set_num_threads(threads)
+    expected = flash_attn_varlen_gradients(arguments, *grads)
+    for name in SOURCES:
+        assert_gradients(got[name], expected[name], DTYPES["f32"], name)
+        assert_same_bits(again[name], got[name], name)
+
+
+@pytest.mark.frontends("torch")
+def test_no_heads_of_queries(frontend: Frontend) -> None:
+    """Keys and values without a query have gradients of 0."""
+    arguments = {"q": np.ones((4, 0, 8), np.float32), "k": np.ones((4, 2, 8), np.float32)}
+    arguments["v"] = arguments["k"].copy()
+    offsets = np.array([0, 4], np.int32)
+    lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    got = frontend.gradients("flash_attn_varlen_func", arguments | lengths, ("k", "v"), (arguments["q"],))
+    assert not got["k"].any()
+    assert not got["v"].any()
 
 
 @pytest.mark.frontends("torch")

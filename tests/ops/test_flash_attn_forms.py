@@ -107,6 +107,38 @@ def test_gradients(frontend: Frontend, rng: np.random.Generator, function: str) 
         np.testing.assert_array_equal(got[name].reshape(parts.shape), parts)
 
 
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_qkvpacked_func"])
+def test_lengths_that_change(frontend: TorchFrontend, function: str) -> None:
+    """One graph for all of them."""
+    torch = frontend.torch
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    form = getattr(frontend.fx, function)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(form, fullgraph=True, dynamic=True, backend=counter)
+    for batch, length in ((2, 8), (3, 9), (4, 10), (5, 11)):
+        parts = [torch.randn(batch, length, 4, 16) for _ in "qkv"]
+        given = parts if function == "flash_attn_func" else [torch.stack(parts, 2)]
+        torch.testing.assert_close(compiled(*given), form(*given))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.frontends("torch", "jax")
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (3, 0)])
+def test_nothing_to_attend(frontend: Frontend, batch: int, length: int) -> None:
+    shapes = {
+        "q": (batch, length, HEADS, DIM),
+        "k": (batch, 9, KV_HEADS, DIM),
+        "v": (batch, 9, KV_HEADS, DIM),
+    }
+    given = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    out, lse, _ = with_probs(frontend, "flash_attn_func", given)
+    assert out.shape == (batch, length, HEADS, DIM)
+    assert lse.shape == (batch, HEADS, length)
+
+
 @pytest.mark.frontends("torch", "jax")
 def test_alibi_of_sequences(frontend: Frontend, rng: np.random.Generator) -> None:
     given, plain = calls(rng)["flash_attn_func"]

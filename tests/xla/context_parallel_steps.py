@@ -45,15 +45,19 @@ def check_ring(offsets: list[int], dtype: str, check_vma: bool, **options: Any) 
     inside = np.zeros(TOKENS, bool)
     inside[offsets[0] : offsets[-1]] = True
 
+    longest = max(np.diff(offsets).max(initial=0), 1)  # no bound is looser than it must be
+    q, k, v = (x.at[~inside].set(jnp.nan) for x in (q, k, v))
+    weights = (weights[0].at[~inside].set(0.0), weights[1])
+
     def of_one(q: Any, k: Any, v: Any) -> Any:
         return fx.flash_attn_varlen_func(
-            q, k, v, TOKENS, cu_seqlens, TOKENS, cu_seqlens, causal=True, return_softmax_lse=True, **options
+            q, k, v, longest, cu_seqlens, longest, cu_seqlens, causal=True, return_softmax_lse=True, **options
         )
 
     sharded, of_heads = P("context"), P(None, "context")
     ring = jax.shard_map(
         functools.partial(
-            fx.ring_attention, max_seqlen=TOKENS, axis_name="context", return_softmax_lse=True, **options
+            fx.ring_attention, max_seqlen=longest, axis_name="context", return_softmax_lse=True, **options
         ),
         mesh=MESH,
         in_specs=(sharded, sharded, sharded, P()),
@@ -96,6 +100,53 @@ def assert_close(dtype: str, got: Any, expected: Any) -> None:
     np.testing.assert_allclose(
         np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance * largest
     )
+
+
+def check_heads() -> None:
+    """Heads over the devices: gradients, also of keys that all heads share, under check_vma."""
+    q, k, v = (normal(TOKENS, heads, DIM) for heads in (HEADS, 1, 1))
+    sinks, weights = normal(HEADS), normal(TOKENS, HEADS, DIM)
+    offsets = jnp.array([0, 5, TOKENS], jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return fx.flash_attn_varlen_func(q, k, v, TOKENS, offsets, TOKENS, offsets, causal=True, s_aux=sinks)
+
+    of_heads = P(None, "context")
+    sharded = jax.shard_map(
+        attend, mesh=MESH, in_specs=(of_heads, P(), P(), P("context")), out_specs=of_heads
+    )
+    gradients = [
+        jax.jit(jax.grad(lambda *sources, f=f: (f(*sources) * weights).sum(), (0, 1, 2, 3)))(q, k, v, sinks)
+        for f in (sharded, attend)
+    ]
+    for got, expected in zip(*gradients, strict=True):
+        assert_close("float32", got, expected)
+
+
+def check_merging() -> None:
+    """Gradients through the merge of what the devices found in their own keys."""
+    q, k, v = normal(6, HEADS, DIM), normal(TOKENS, KV_HEADS, DIM), normal(TOKENS, KV_HEADS, DIM)
+    weights = normal(6, HEADS, DIM), normal(HEADS, 6)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        ends = (jnp.array([0, n], jnp.int32) for n in (len(q), len(k)))
+        cu_seqlens_q, cu_seqlens_k = ends
+        return fx.flash_attn_varlen_func(
+            q, k, v, len(q), cu_seqlens_q, len(k), cu_seqlens_k, return_softmax_lse=True
+        )
+
+    def merged(q: Any, k: Any, v: Any) -> Any:
+        return fx.merge_attn_states_over(*attend(q, k, v), "context")
+
+    of_keys = P("context")
+    sharded = jax.shard_map(merged, mesh=MESH, in_specs=(P(), of_keys, of_keys), out_specs=(P(), P()))
+
+    def loss(function: Any, *sources: Any) -> Any:
+        return sum((x * w).sum() for x, w in zip(function(*sources), weights, strict=True))
+
+    gradients = [jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(q, k, v) for f in (sharded, attend)]
+    for got, expected in zip(*gradients, strict=True):
+        assert_close("float32", got, expected)
 
 
 def check_decoding() -> None:
@@ -146,4 +197,9 @@ if __name__ == "__main__":
     several = documents()[1]
     check_ring(several, "bfloat16", check_vma=True)
     check_ring(several, "float32", check_vma=True, window_size=(11, -1), softcap=3.0, softmax_scale=0.3)
+    check_heads()
+    check_ring(several, "float32", check_vma=False, window_size=(0, 0))
+    with jax.enable_x64(True):
+        check_ring(several, "float32", check_vma=True)
+    check_merging()
     check_decoding()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -44,3 +46,27 @@ def test_tokens_that_do_not_go_together(tokens: int, keys: int) -> None:
     q, kv = np.zeros((tokens, 2, 8), np.float32), np.zeros((keys, 2, 8), np.float32)
     with pytest.raises(ValueError, match=f"ring_attention: q, k, v: got {tokens}, {keys} and {keys} tokens"):
         fx.ring_attention(q, kv, kv, np.array([0, 8], np.int32), 8, axis_name="context")
+
+
+ERRORS = [
+    ({"q": np.zeros((4, 2, 8), np.int32)}, TypeError, "q: got dtype int32"),
+    ({"q": np.zeros((4, 8), np.float32)}, ValueError, r"q: got shape \[4, 8\]"),
+    ({"q": np.zeros((4, 3, 8), np.float32)}, ValueError, "q: got 3 heads"),
+    ({"cu_seqlens": np.zeros(2, np.float32)}, TypeError, "cu_seqlens: got dtype float32"),
+    ({"max_seqlen": -1}, ValueError, "max_seqlen: got -1"),
+    ({"window_size": (-3, 0)}, ValueError, "window_size: got -3"),
+    ({"softmax_scale": "x"}, TypeError, "softmax_scale: got 'x'"),
+    (
+        {name: np.zeros((4, 2, 8), ml_dtypes.float8_e4m3fn) for name in "qkv"},
+        TypeError,
+        "q: got dtype float8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ERRORS, ids=lambda x: str(x)[:25])
+def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {name: np.zeros((4, 2, 8), np.float32) for name in "qkv"}
+    arguments |= {"cu_seqlens": np.array([0, 8], np.int32), "max_seqlen": 8, "axis_name": "context"}
+    with pytest.raises(error, match=f"^ring_attention: {message}"):
+        fx.ring_attention(**arguments | changes)

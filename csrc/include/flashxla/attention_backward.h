@@ -5,10 +5,11 @@
 #include "flashxla/operation.h"
 
 // The fields of attention.h keep their meaning; out and lse are what attention computed. With the
-// weights p_ij = exp(score_ij - lse_i), of keys that row i sees:
+// weights p_ij = exp(score_ij - lse_i), of keys that row i sees, 0 where lse_i is -inf:
 //   delta_i    = dot(grad_out_i, out_i) - grad_lse_i
 //   g_ij       = p_ij * (dot(grad_out_i, v_j) - delta_i)            the gradient of the score
-//   g_ij       = g_ij * (1 - tanh(x_ij)^2), x_ij = the score before the softcap / softcap
+//   g_ij       = g_ij * (1 - tanh(x_ij)^2), x_ij = the score before the softcap / softcap,
+//                if softcap > 0
 //   grad_q_i   = softmax_scale * sum_j g_ij * k_j
 //   grad_k_j   = softmax_scale * sum_i g_ij * q_i                   over all heads of the group
 //   grad_v_j   = sum_i p_ij * grad_out_i

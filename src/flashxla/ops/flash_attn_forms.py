@@ -8,12 +8,18 @@ and indexing, which all frameworks have.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flashxla.ops.messages import type_error, value_error
+from flashxla.ops.messages import in_words_of, type_error, value_error
 
 Window = tuple[int, int] | None
+_OF_KV = {"k": "kv", "v": "kv"}
+_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_OF_SAME = {name: "cu_seqlens" for name in ("cu_seqlens_q", "cu_seqlens_k")} | {
+    name: "max_seqlen" for name in ("max_seqlen_q", "max_seqlen_k")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +46,13 @@ class Options(NamedTuple):
 class Form:
     """A call of one of these functions.
 
-    arguments: of flash_attn_varlen_func. dense: (sequences, length) where tensors and results are dense.
+    arguments: of flash_attn_varlen_func. names: what this function calls them, where it is something else. dense:
+    (sequences, length) where tensors and results are dense.
     """
 
     function: str
     arguments: dict[str, Any]
+    names: dict[str, str]
     dense: tuple[int, int] | None
 
     def call(self, attention: Callable[..., Any], tensor_of: Callable[[Offsets, Any], Any]) -> Any:
@@ -54,13 +62,12 @@ class Form:
         try:
             results = attention(**given)
         except (TypeError, ValueError) as error:
-            message = str(error).replace("flash_attn_varlen_func:", f"{self.function}:", 1)
-            raise type(error)(message) from error
+            raise in_words_of(error, self.function, self.names) from error
         if not self.arguments["return_softmax_lse"]:
             return self._out(results)
         out, lse = results
         if self.dense:
-            lse = lse.reshape(-1, *self.dense).swapaxes(0, 1)
+            lse = lse.reshape(lse.shape[0], *self.dense).swapaxes(0, 1)
         return self._out(out), lse, None
 
     def _out(self, out: Any) -> Any:
@@ -73,10 +80,11 @@ def _form(
     queries: tuple[Any, int],
     keys: tuple[Any, int],
     options: Options,
+    names: dict[str, str],
     dense: tuple[int, int] | None = None,
 ) -> Form:
     """tensors: q, k and v of all sequences. queries, keys: their offsets, and the longest sequence."""
-    if options.dropout_p != 0:
+    if not isinstance(options.dropout_p, numbers.Real) or options.dropout_p != 0:
         raise value_error(function, "dropout_p", options.dropout_p, "0.0: attention here has no dropout")
     arguments = {
         **dict(zip("qkv", tensors, strict=True)),
@@ -91,30 +99,36 @@ def _form(
         "alibi_slopes": options.alibi_slopes,
         "return_softmax_lse": bool(options.return_attn_probs),
     }
-    return Form(function, arguments, dense)
+    return Form(function, arguments, names, dense)
 
 
-def _dense(function: str, q: Any, k: Any, v: Any, options: Options) -> Form:
+def _dense(
+    function: str, q: Any, k: Any, v: Any, options: Options, names: dict[str, str] | None = None
+) -> Form:
     """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]."""
     batch, len_q, *_ = _shape(function, "q", q, "B Sq Hq D")
     _, len_k, *_ = _shape(function, "k", k, "B Sk Hk D", B=batch)
     _shape(function, "v", v, "B Sk Hk Dv", B=batch, Sk=len_k)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     queries, keys = ((Offsets(batch, length), length) for length in (len_q, len_k))
-    return _form(function, (q, k, v), queries, keys, options, dense=(batch, len_q))
+    return _form(function, (q, k, v), queries, keys, options, names or {}, dense=(batch, len_q))
 
 
 def _shape(function: str, name: str, tensor: Any, dims: str, **sizes: int) -> tuple[int, ...]:
     """The shape of a tensor of these dims, some of which have a size. Raises TypeError and ValueError."""
     wanted = [int(s) if s.isdigit() else sizes.get(s, s) for s in dims.split()]
-    accepted = f"[{', '.join(map(str, wanted))}]"
+
+    # Of a call that is right nothing is written: torch.compile's symbols would have to be numbers for that.
+    def accepted() -> str:
+        return f"[{', '.join(map(str, wanted))}]"
+
     if not hasattr(tensor, "shape"):
-        raise type_error(function, name, f"{tensor!r} ({type(tensor).__name__})", f"a tensor {accepted}")
+        raise type_error(function, name, f"{tensor!r} ({type(tensor).__name__})", f"a tensor {accepted()}")
     shape = tuple(tensor.shape)
     if len(shape) != len(wanted) or any(
         size != want for size, want in zip(shape, wanted, strict=True) if not isinstance(want, str)
     ):
-        raise value_error(function, name, f"shape {list(shape)}", accepted)
+        raise value_error(function, name, f"shape {list(shape)}", accepted())
     return shape
 
 
@@ -177,7 +191,7 @@ def flash_attn_kvpacked_func(
     name = "flash_attn_kvpacked_func"
     _shape(name, "kv", kv, "B Sk 2 Hk D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options)
+    return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options, _OF_KV)
 
 
 def flash_attn_qkvpacked_func(
@@ -201,7 +215,7 @@ def flash_attn_qkvpacked_func(
     name = "flash_attn_qkvpacked_func"
     _shape(name, "qkv", qkv, "B S 3 H D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options)
+    return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options, _OF_QKV)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -237,7 +251,12 @@ def flash_attn_varlen_kvpacked_func(
     _shape(name, "kv", kv, "Tk 2 Hk D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _form(
-        name, (q, kv[:, 0], kv[:, 1]), (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k), options
+        name,
+        (q, kv[:, 0], kv[:, 1]),
+        (cu_seqlens_q, max_seqlen_q),
+        (cu_seqlens_k, max_seqlen_k),
+        options,
+        _OF_KV,
     )
 
 
@@ -270,7 +289,12 @@ def flash_attn_varlen_qkvpacked_func(
     _shape(name, "qkv", qkv, "T 3 H D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _form(
-        name, (qkv[:, 0], qkv[:, 1], qkv[:, 2]), (cu_seqlens, max_seqlen), (cu_seqlens, max_seqlen), options
+        name,
+        (qkv[:, 0], qkv[:, 1], qkv[:, 2]),
+        (cu_seqlens, max_seqlen),
+        (cu_seqlens, max_seqlen),
+        options,
+        _OF_QKV | _OF_SAME,
     )
 
 

@@ -219,6 +219,11 @@ class Op:
         return tuple(isinstance(p, Tensor) for p in self.parameters)
 
     @functools.cached_property
+    def is_updated(self) -> tuple[bool, ...]:
+        """Of each argument, whether it is a tensor that the op updates."""
+        return tuple(isinstance(p, Tensor) and p.updated for p in self.parameters)
+
+    @functools.cached_property
     def scalars(self) -> tuple[Scalar, ...]:
         """The other arguments, in order."""
         return tuple(p for p in self.parameters if isinstance(p, Scalar))
