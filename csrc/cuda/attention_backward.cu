@@ -1,7 +1,6 @@
-#include "flashxla/attention_backward.h"
-
 #include "common/error.h"
 #include "common/needs.h"
+#include "flashxla/attention_backward.h"
 
 // A program may be compiled for several platforms, and run on one that has the kernel.
 flashxla_status flashxla_cuda_attention_backward(const flashxla_attention_backward_args*,
