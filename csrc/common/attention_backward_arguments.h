@@ -10,8 +10,8 @@ namespace flashxla {
 // The call whose gradients these are. Its out and lse are read here.
 flashxla_attention_args ForwardOf(const flashxla_attention_backward_args& args);
 
-// Refuses what the kernels do not support, and shapes that do not go together. A call that passes
-// is memory safe.
+// Refuses what the kernels do not support, and shapes that do not go together. A call is memory
+// safe if it passes, and if its ForwardOf passes CheckAttentionArguments.
 flashxla_status CheckAttentionBackwardArguments(const flashxla_attention_backward_args& args);
 
 }  // namespace flashxla

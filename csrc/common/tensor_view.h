@@ -92,6 +92,11 @@ struct ScaleView {
   }
 };
 
+// Of an LSE, float32 [Hq, T].
+inline float& LseAt(const flashxla_tensor& lse, int64_t token, int64_t head) {
+  return static_cast<float*>(lse.data)[head * lse.stride[0] + token * lse.stride[1]];
+}
+
 }  // namespace flashxla
 
 #endif  // FLASHXLA_CSRC_COMMON_TENSOR_VIEW_H_

@@ -3,14 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <limits>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "common/attention_arguments.h"
 #include "common/needs.h"
+#include "cpu/aligned_memory.h"
 #include "cpu/attention_engine.h"
 #include "cpu/attention_problem.h"
 #include "cpu/attention_tasks.h"
@@ -25,10 +23,8 @@ constexpr int64_t kIdleTokens = 64;
 
 void StoreIdle(const AttentionProblem& problem, const flashxla_context* context) {
   for (const QueryRange& range : problem.idle) {
-    const int64_t num_chunks = (range.end - range.begin + kIdleTokens - 1) / kIdleTokens;
-    ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t chunk) {
-      const int64_t begin = range.begin + chunk * kIdleTokens;
-      for (int64_t token = begin; token < std::min(begin + kIdleTokens, range.end); ++token) {
+    ParallelChunks(context, range.begin, range.end, kIdleTokens, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
         for (int64_t head = 0; head < problem.num_heads; ++head) {
           StoreZeros(problem, token, head, -std::numeric_limits<float>::infinity());
         }
@@ -66,17 +62,14 @@ void RunTasks(const AttentionProblem& problem, const flashxla_context* context) 
   for (const AttentionTask& task : work.tasks) {
     scratch_bytes = std::max(scratch_bytes, engine_of(task).scratch_bytes(problem));
   }
-  scratch_bytes = (scratch_bytes + 63) / 64 * 64;
-  const std::unique_ptr<void, decltype(&std::free)> scratch(
-      num_workers == 0 ? nullptr : std::aligned_alloc(64, num_workers * scratch_bytes), std::free);
-  if (scratch == nullptr && num_workers > 0) throw std::bad_alloc();
+  scratch_bytes = RoundUp(scratch_bytes, kAlignment);
+  const AlignedMemory scratch = AllocateAligned(num_workers * scratch_bytes);
   std::vector<std::atomic<int64_t>> finished_parts(work.splits.size());
 
   StoreIdle(problem, context);
   ParallelTasks(context, num_workers, num_tasks, [&](int64_t worker, int64_t i) {
     const AttentionTask& task = work.tasks[i];
-    engine_of(task).attend(problem, task,
-                           static_cast<char*>(scratch.get()) + worker * scratch_bytes);
+    engine_of(task).attend(problem, task, scratch.get() + worker * scratch_bytes);
     if (task.split < 0) return;
     const AttentionSplit& split = work.splits[task.split];
     if (finished_parts[task.split].fetch_add(1, std::memory_order_acq_rel) + 1 == split.num_parts) {

@@ -2,16 +2,14 @@
 #include "flashxla/attention_backward.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <numeric>
 #include <vector>
 
 #include "common/attention_arguments.h"
 #include "common/needs.h"
-#include "cpu/attention_backward_engine.h"
+#include "cpu/aligned_memory.h"
+#include "cpu/attention_engine.h"
 #include "cpu/dtypes.h"
 #include "cpu/guard.h"
 #include "cpu/parallel.h"
@@ -22,25 +20,12 @@ namespace {
 // Rows per task that writes zeros, or adds up what several tasks have found.
 constexpr int64_t kRowsPerTask = 64;
 
-using Memory = std::unique_ptr<char, decltype(&std::free)>;
-
-int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-Memory Allocate(int64_t bytes) {
-  Memory memory(static_cast<char*>(bytes == 0 ? nullptr : std::aligned_alloc(64, bytes)),
-                std::free);
-  if (memory == nullptr && bytes > 0) throw std::bad_alloc();
-  return memory;
-}
-
 // Writes zeros to rows [begin, end) of all heads.
 void WriteZeros(const RowView& view, int64_t num_heads, int64_t head_size, int64_t begin,
                 int64_t end, const flashxla_context* context) {
   static constexpr float kZeros[kMaxHeadSize] = {};
-  const int64_t num_chunks = (end - begin + kRowsPerTask - 1) / kRowsPerTask;
-  ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t chunk) {
-    const int64_t first = begin + chunk * kRowsPerTask;
-    for (int64_t row = first; row < std::min(first + kRowsPerTask, end); ++row) {
+  ParallelChunks(context, begin, end, kRowsPerTask, [&](int64_t first, int64_t behind) {
+    for (int64_t row = first; row < behind; ++row) {
       for (int64_t head = 0; head < num_heads; ++head) {
         WriteRow(view, row, head, head_size, kZeros, 1.0f);
       }
@@ -75,7 +60,7 @@ class Backward {
       : problem_(problem),
         forward_(problem.forward),
         context_(context),
-        engine_(GetAttentionBackward()),
+        engine_(GetAttentionEngines().backward),
         work_(MakeBackwardTasks(problem, engine_.max_rows(forward_), engine_.panel_rows,
                                 NumThreads(context))),
         num_workers_(std::min(NumThreads(context), static_cast<int64_t>(work_.tasks.size()))),
@@ -99,15 +84,18 @@ class Backward {
   }
 
  private:
+  static int64_t SumRows(const BackwardTask& task) {
+    return task.end_row - task.first_row + kGradientSpareRows;
+  }
   // Floats of a task's sums.
   int64_t SumsSize(const BackwardTask& task) const {
-    return (task.end_row - task.first_row + kGradientSpareRows) * (key_stride_ + value_stride_);
+    return SumRows(task) * (key_stride_ + value_stride_);
   }
 
   // Each worker has scratch memory, and room for the sums of a task that is alone. Parts have room
   // of their own, since their sums are added up later.
   void Place() {
-    scratch_bytes_ = RoundUp(engine_.scratch_bytes(forward_), 64);
+    scratch_bytes_ = RoundUp(engine_.scratch_bytes(forward_), kAlignment);
     int64_t largest = 0, parts = 0;
     for (const BackwardTask& task : work_.tasks) {
       if (task.num_parts == 1) {
@@ -116,8 +104,8 @@ class Backward {
         parts += SumsSize(task);
       }
     }
-    worker_bytes_ = scratch_bytes_ + RoundUp(largest * 4, 64);
-    memory_ = Allocate(num_workers_ * worker_bytes_ + RoundUp(parts * 4, 64));
+    worker_bytes_ = scratch_bytes_ + RoundUp(largest * 4, kAlignment);
+    memory_ = AllocateAligned(num_workers_ * worker_bytes_ + RoundUp(parts * 4, kAlignment));
     float* next = reinterpret_cast<float*>(memory_.get() + num_workers_ * worker_bytes_);
     part_sums_.resize(work_.tasks.size());
     for (size_t i = 0; i < work_.tasks.size(); ++i) {
@@ -128,8 +116,8 @@ class Backward {
   }
 
   KeyGradients SumsAt(const BackwardTask& task, float* memory) const {
-    const int64_t rows = task.end_row - task.first_row + kGradientSpareRows;
-    return {memory, memory + rows * key_stride_, task.first_row, key_stride_, value_stride_};
+    return {memory, memory + SumRows(task) * key_stride_, task.first_row, key_stride_,
+            value_stride_};
   }
 
   void RunTask(int64_t worker, int64_t i) {
@@ -216,7 +204,7 @@ class Backward {
   const BackwardTasks work_;
   const int64_t num_workers_, key_stride_, value_stride_;
   int64_t scratch_bytes_ = 0, worker_bytes_ = 0;
-  Memory memory_ = Memory(nullptr, std::free);
+  AlignedMemory memory_ = AllocateAligned(0);
   std::vector<float*> part_sums_;   // by task
   std::vector<double> grad_sinks_;  // [task][head of the group]
 };
@@ -228,7 +216,7 @@ flashxla_status Differentiate(const flashxla_attention_backward_args& args,
       status != FLASHXLA_OK) {
     return status;
   }
-  const AttentionBackwardEngine& engine = GetAttentionBackward();
+  const AttentionBackwardEngine& engine = GetAttentionEngines().backward;
   if (IsAnswered(context, engine.name, engine.description)) return FLASHXLA_OK;
   const bool check = context != nullptr && context->check_indices != 0;
   if (const flashxla_status status = ResolveSequences(check, &problem.forward);

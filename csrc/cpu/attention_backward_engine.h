@@ -25,13 +25,6 @@ struct AttentionBackwardEngine {
   int64_t panel_rows;                                         // rows computed together
 };
 
-const AttentionBackwardEngine& BaselineAttentionBackward();
-const AttentionBackwardEngine& Avx2AttentionBackward();    // x86-64 only
-const AttentionBackwardEngine& Avx512AttentionBackward();  // x86-64 only
-
-// The engine of the instruction set in use (GetIsa).
-const AttentionBackwardEngine& GetAttentionBackward();
-
 }  // namespace flashxla
 
 #endif  // FLASHXLA_CSRC_CPU_ATTENTION_BACKWARD_ENGINE_H_

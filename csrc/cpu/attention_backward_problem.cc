@@ -19,10 +19,6 @@ constexpr double kShareTolerance = 0.25;
 // The sums of shared clusters have at most so many times the elements of q, k and v.
 constexpr int64_t kMostPartElements = 2;
 
-float LseAt(const flashxla_tensor& t, int64_t token, int64_t head) {
-  return static_cast<const float*>(t.data)[head * t.stride[0] + token * t.stride[1]];
-}
-
 // A row costs something even where it sees no key.
 constexpr int64_t kRowCost = 8;
 

@@ -55,6 +55,11 @@ inline bool AreFinite(const float* values, int64_t n) {
   return largest < 0x7f800000;
 }
 
+// Of AddProduct: sums keep what they have.
+struct Whole {
+  float operator()(int) const { return 1.0f; }
+};
+
 template <int kMaxDims>
 class TileBackward {
  public:
@@ -306,7 +311,7 @@ class TileBackward {
     for (int64_t d = 0; d < v_head_size_; d += kValueBlock) {
       for (int64_t key = begin; key < end; key += kScoreKeys) {
         AddProduct<kScoreKeys, kPanelRows, 1>(scratch_.weights[key], grad_out + d, v_stride_, rows,
-                                              ValueSums(key) + d, sums_.value_stride);
+                                              ValueSums(key) + d, sums_.value_stride, Whole());
       }
     }
     const float* queries = scratch_.queries + row * stride_;
@@ -314,7 +319,7 @@ class TileBackward {
     for (int64_t d = 0; d < head_size_; d += kValueBlock) {
       for (int64_t key = begin; key < end; key += kScoreKeys) {
         AddProduct<kScoreKeys, kPanelRows, 1>(scratch_.grad_scores[key], queries + d, stride_, rows,
-                                              KeySums(key) + d, sums_.key_stride);
+                                              KeySums(key) + d, sums_.key_stride, Whole());
       }
       int64_t i = 0;
       for (; i + kValueRows <= rows; i += kValueRows) {
@@ -329,7 +334,7 @@ class TileBackward {
   void AddGradQ(int64_t row, int64_t begin, int64_t end, int64_t d, float* grad_q) const {
     AddProduct<kRows, 1, kPanelRows>(scratch_.grad_scores[begin] + row,
                                      scratch_.keys + begin * kStride + d, kStride, end - begin,
-                                     grad_q + row * stride_ + d, stride_);
+                                     grad_q + row * stride_ + d, stride_, Whole());
   }
 
   // 0 times infinity or NaN would be NaN: adds exactly what the rows see.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cpu/attention_backward_engine.h"
 #include "cpu/attention_problem.h"
 
 namespace flashxla {
@@ -57,6 +58,8 @@ struct AttentionEngines {
   AttentionEngine tiles;
   int64_t panel_rows;                                         // rows computed together
   int64_t (*max_tile_rows)(const AttentionProblem& problem);  // per task
+
+  AttentionBackwardEngine backward;
 };
 
 const AttentionEngines& BaselineAttentionEngines();

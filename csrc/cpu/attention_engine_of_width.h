@@ -2,6 +2,7 @@
 #ifndef FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_
 #define FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_OF_WIDTH_H_
 
+#include "cpu/attention_backward_tiles.h"
 #include "cpu/attention_few_rows.h"
 #include "cpu/attention_tiles.h"
 
@@ -16,6 +17,7 @@ constexpr AttentionEngines kEngines = {
     {"tiles", "tiles of queries and keys", AttendTiles, TileScratchBytes},
     kPanelRows,
     MaxTileRows,
+    kBackward,
 };
 
 }  // namespace

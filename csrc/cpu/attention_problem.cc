@@ -77,9 +77,7 @@ float AttentionProblem::Sink(int64_t head) const {
 }
 
 void AttentionProblem::StoreLse(int64_t token, int64_t head, float lse) const {
-  const flashxla_tensor& t = args->lse;
-  if (t.data == nullptr) return;
-  static_cast<float*>(t.data)[head * t.stride[0] + token * t.stride[1]] = lse;
+  if (args->lse.data != nullptr) LseAt(args->lse, token, head) = lse;
 }
 
 flashxla_status ResolveAttention(const flashxla_attention_args& args, AttentionProblem* problem) {

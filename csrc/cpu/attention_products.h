@@ -99,15 +99,17 @@ void ScorePanel(const float* keys, const float* queries, int64_t head_size, int6
   }
 }
 
-// out[m] += sum over k < count of a[m * kStrideM + k * kStrideK] * b[k], for kRows rows and
-// kValueBlock elements of each.
-template <int kRows, int kStrideM, int kStrideK>
-void AddProduct(const float* a, const float* b, int64_t b_stride, int64_t count, float* out,
-                int64_t out_stride) {
+// out[m] = factor(m) * out[m] + sum over k < count of a[m * kStrideM + k * kStrideK] * b[k], for
+// kRows rows and kValueBlock elements of each.
+template <int kRows, int kStrideM, int kStrideK, typename Factor>
+inline void AddProduct(const float* a, const float* b, int64_t b_stride, int64_t count, float* out,
+                       int64_t out_stride, Factor&& factor) {
   Float c[kRows][kValueVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m) {
-    for (int v = 0; v < kValueVectors; ++v) c[m][v] = Load(out + m * out_stride + v * kWidth);
+    for (int v = 0; v < kValueVectors; ++v) {
+      c[m][v] = factor(m) * Load(out + m * out_stride + v * kWidth);
+    }
   }
   for (int64_t k = 0; k < count; ++k, a += kStrideK, b += b_stride) {
     Float lanes[kValueVectors];

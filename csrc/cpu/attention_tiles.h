@@ -60,27 +60,9 @@ struct Prefetcher {
 template <int kStride, int kRows>
 void AddValues(const float* values, const float* weights, const float* rescale, int64_t begin,
                int64_t end, float* out, int64_t out_stride) {
-  Float c[kRows][kValueVectors];
-#pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) {
-    for (int v = 0; v < kValueVectors; ++v) {
-      c[m][v] = rescale[m] * Load(out + m * out_stride + v * kWidth);
-    }
-  }
-  const float* a = weights + begin * kPanelRows;
-  const float* b = values + begin * kStride;
-  for (int64_t key = begin; key < end; ++key, a += kPanelRows, b += kStride) {
-    Float lanes[kValueVectors];
-    for (int v = 0; v < kValueVectors; ++v) lanes[v] = Load(b + v * kWidth);
-#pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) {
-      for (int v = 0; v < kValueVectors; ++v) c[m][v] += a[m] * lanes[v];
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) {
-    for (int v = 0; v < kValueVectors; ++v) Store(out + m * out_stride + v * kWidth, c[m][v]);
-  }
+  AddProduct<kRows, 1, kPanelRows>(weights + begin * kPanelRows, values + begin * kStride, kStride,
+                                   end - begin, out, out_stride,
+                                   [rescale](int m) { return rescale[m]; });
 }
 
 // The first index of the list whose position is at least `position`.

@@ -31,10 +31,6 @@ struct Rows {  // [T, H, D]
   }
 };
 
-float& LseAt(const flashxla_tensor& t, int64_t head, int64_t token) {
-  return static_cast<float*>(t.data)[head * t.stride[0] + token * t.stride[1]];
-}
-
 // dst = weight_a * a + weight_b * b. An input of weight 0 is not used: it may be NaN.
 template <typename Format>
 void MergeRow(const char* a_bytes, int64_t a_stride, float weight_a, const char* b_bytes,
@@ -61,8 +57,8 @@ void MergeTokens(const flashxla_merge_states_args& args, int64_t begin, int64_t 
   for (int64_t token = begin; token < end; ++token) {
     for (int64_t head = 0; head < num_heads; ++head) {
       const MergeWeights weights =
-          WeightsOf(LseAt(args.lse_a, head, token), LseAt(args.lse_b, head, token));
-      LseAt(args.lse, head, token) = weights.lse;
+          WeightsOf(LseAt(args.lse_a, token, head), LseAt(args.lse_b, token, head));
+      LseAt(args.lse, token, head) = weights.lse;
       MergeRow<Format>(a.at(token, head), a.stride_dim, weights.a, b.at(token, head), b.stride_dim,
                        weights.b, out.at(token, head), out.stride_dim, head_size);
     }
@@ -75,9 +71,7 @@ flashxla_status Merge(const flashxla_merge_states_args& args, const flashxla_con
   const int64_t num_tokens = args.out.shape[0];
   const int64_t row_elements = std::max<int64_t>(args.out.shape[1] * args.out.shape[2], 1);
   const int64_t chunk = std::max<int64_t>(kInlineElements / row_elements, 1);
-  const int64_t num_chunks = (num_tokens + chunk - 1) / chunk;
-  ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t i) {
-    const int64_t begin = i * chunk, end = std::min(begin + chunk, num_tokens);
+  ParallelChunks(context, 0, num_tokens, chunk, [&](int64_t begin, int64_t end) {
     WithFormat(args.out.dtype,
                [&](auto format) { MergeTokens<decltype(format)>(args, begin, end); });
   });

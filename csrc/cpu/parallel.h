@@ -50,6 +50,17 @@ void ParallelTasks(const flashxla_context* context, int64_t num_workers, int64_t
   });
 }
 
+// Runs body(begin, end) for parts of [begin, end) of at most `chunk`, on any threads.
+template <typename Body>
+void ParallelChunks(const flashxla_context* context, int64_t begin, int64_t end, int64_t chunk,
+                    Body&& body) {
+  const int64_t num_chunks = (end - begin + chunk - 1) / chunk;
+  ParallelTasks(context, NumThreads(context), num_chunks, [&](int64_t, int64_t i) {
+    const int64_t first = begin + i * chunk;
+    body(first, std::min(first + chunk, end));
+  });
+}
+
 }  // namespace flashxla
 
 #endif  // FLASHXLA_CSRC_CPU_PARALLEL_H_

@@ -73,6 +73,29 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs():
         memory.check_room_for_step(5 << 20, [device])
 
 
+def test_programs_wait_for_the_cache_without_arrays(monkeypatch, checkpoint):
+    """Where the smallest lay in the cache's place, the last layer's cache would not fit."""
+    from flashxla_vllm import waiting
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    lasting, left = [], []
+    find, bring_back = waiting.lasting_arrays, TPUModelRunner.reinitialize_kv_cache
+
+    def recorded():
+        lasting.append(jax.live_arrays())
+        return find()
+
+    def watched(self):
+        known = {id(x) for x in lasting[0]}
+        left.append([x.shape for x in jax.live_arrays() if id(x) not in known and not x.is_deleted()])
+        bring_back(self)
+
+    monkeypatch.setattr(waiting, "lasting_arrays", recorded)
+    monkeypatch.setattr(TPUModelRunner, "reinitialize_kv_cache", watched)
+    with engine(checkpoint("llama")):
+        assert left == [[]]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_of_each_family(family, checkpoint):
     from vllm.engine.arg_utils import EngineArgs

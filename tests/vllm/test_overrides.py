@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -57,3 +58,26 @@ def test_other_versions_are_refused_at_start():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode != 0
     assert "vllm 0.33.0 (needs 0.1)" in ended.stderr
+
+
+def test_pytorch_does_not_start_cuda():
+    """As on a machine with a GPU, where Triton asks PyTorch for the current device."""
+    code = """
+        import types, torch, vllm.triton_utils
+        started = []
+        torch.cuda._lazy_init = lambda: started.append(True)
+        def get_current_target():
+            torch.cuda._lazy_init()
+            return types.SimpleNamespace(backend="cuda")
+        active = types.SimpleNamespace(get_current_target=get_current_target)
+        vllm.triton_utils.triton.runtime = types.SimpleNamespace(driver=types.SimpleNamespace(active=active))
+        from flashxla_vllm import overrides
+        overrides.on_platform()
+        overrides.on_config()
+        from vllm.third_party.flash_linear_attention.ops import utils
+        print(utils.device, started)
+        torch.cuda._lazy_init()
+        print(started)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == ["cpu []", "[True]"], done.stderr[-2000:]

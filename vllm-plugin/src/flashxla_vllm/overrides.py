@@ -145,6 +145,29 @@ def models_inspected_in_this_process() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
+@_override(_CONFIG, "vllm.third_party.flash_linear_attention.ops.utils:get_available_device")
+def cuda_is_left_to_jax() -> None:
+    """Where PyTorch is built with CUDA, this module of models starts it, to ask for the name of the device. That takes
+    memory of JAX, and a process that has it cannot fork an engine: a new process imports everything again, for
+    a quarter of a minute. The module takes a RuntimeError for "no such device".
+    """
+    import torch
+
+    def refuse() -> None:
+        raise RuntimeError("flashxla: CUDA is left to JAX")
+
+    if torch.cuda.is_initialized():
+        return
+    original, torch.cuda._lazy_init = torch.cuda._lazy_init, refuse
+    try:
+        __import__("vllm.third_party.flash_linear_attention.ops.utils")
+    finally:
+        torch.cuda._lazy_init = original
+
+
+_WORKER.append(cuda_is_left_to_jax)  # an engine's process that is spawned
+
+
 @_override(_CONFIG, "vllm.model_executor.layers.quantization.mxfp4:Mxfp4Config.get_supported_act_dtypes")
 def mxfp4_in_any_dtype() -> None:
     """vLLM allows MXFP4 with bfloat16 alone, for its kernels; here the weights are dequantised to the model's dtype."""
@@ -618,19 +641,25 @@ def sampling_by_more_parameters() -> None:
     "tpu_inference.worker.tpu_worker:TPUWorker.initialize_from_config",
     "tpu_inference.runner.compilation_manager:CompilationManager.capture_model",
     "tpu_inference.runner.compilation_manager:CompilationManager._flush_compilations",
+    "tpu_inference.runner.compilation_manager:CompilationManager._run_compilation",
     "tpu_inference.runner.compilation_manager:CompilationManager._precompile_compute_logits",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_backbone_helper",
     "tpu_inference.runner.compilation_manager:CompilationManager._precompile_gather_logprobs",
     "tpu_inference.runner.kv_cache_manager:KVCacheManager.reinitialize_kv_cache",
 )
 def programs_compiled_without_the_cache() -> None:
     """tpu-inference compiles program after program beside the KV cache. XlaWorker compiles them together while the
     cache's memory is free: what it has asked for is not compiled again, and it is called before the first one runs.
+    Until then their arguments wait on the host: the smallest array in the cache's place would keep a layer out.
     """
     from tpu_inference.runner.compilation_manager import CompilationManager
 
-    compute_logits, flush = (
+    from flashxla_vllm import waiting
+
+    compute_logits, flush, run = (
         CompilationManager._precompile_compute_logits,
         CompilationManager._flush_compilations,
+        CompilationManager._run_compilation,
     )
 
     def compute_logits_once(self: Any) -> None:
@@ -638,15 +667,24 @@ def programs_compiled_without_the_cache() -> None:
             self._compute_logits_precompiled = True
             compute_logits(self)
 
+    def run_compilation(self: Any, *args: Any, **kwargs: Any) -> None:
+        tasks = len(self._warmup_tasks)
+        run(self, *args, **kwargs)
+        if (lasting := getattr(self, "lasting_arrays", None)) is not None:
+            self._warmup_tasks[tasks:] = waiting.to_host(self.runner, self._warmup_tasks[tasks:], lasting)
+
     def flush_with_cache(self: Any) -> None:
         before_warm_up = self.__dict__.pop("before_warm_up", None)
         # the original raises what a future holds
         if before_warm_up is not None and not any(f.exception() for f in self._compile_futures):
             before_warm_up([f.result() for f in self._compile_futures])
+        if self.__dict__.pop("lasting_arrays", None) is not None:
+            self._warmup_tasks = waiting.to_device(self._warmup_tasks)
         flush(self)
 
     CompilationManager._precompile_compute_logits = compute_logits_once
     CompilationManager._flush_compilations = flush_with_cache
+    CompilationManager._run_compilation = run_compilation
 
 
 @_override(

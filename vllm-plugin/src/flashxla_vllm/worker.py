@@ -13,7 +13,7 @@ import jax  # noqa: E402
 from tpu_inference import envs  # noqa: E402
 from tpu_inference.worker.tpu_worker import TPUWorker, ensure_kv_transfer_initialized  # noqa: E402
 
-from flashxla_vllm import memory, processes, sampling  # noqa: E402
+from flashxla_vllm import memory, processes, sampling, waiting  # noqa: E402
 
 
 class XlaWorker(TPUWorker):
@@ -73,6 +73,7 @@ class XlaWorker(TPUWorker):
             manager._precompile_sampling()
             manager._precompile_gather_logprobs()
             room = memory.hold_room_for_step(self.vllm_config, devices)
+            manager.lasting_arrays = waiting.lasting_arrays()
             for i, cache in enumerate(runner.kv_caches):
                 runner.kv_caches[i] = jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=cache.sharding)
                 cache.delete()

@@ -1,0 +1,28 @@
+// Memory that vectors are loaded from.
+#ifndef FLASHXLA_CSRC_CPU_ALIGNED_MEMORY_H_
+#define FLASHXLA_CSRC_CPU_ALIGNED_MEMORY_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace flashxla {
+
+constexpr int64_t kAlignment = 64;  // of the bytes, which is also what parts are rounded up to
+
+inline int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+using AlignedMemory = std::unique_ptr<char, decltype(&std::free)>;
+
+// bytes: a multiple of kAlignment. Throws std::bad_alloc.
+inline AlignedMemory AllocateAligned(int64_t bytes) {
+  AlignedMemory memory(
+      bytes == 0 ? nullptr : static_cast<char*>(std::aligned_alloc(kAlignment, bytes)), std::free);
+  if (memory == nullptr && bytes > 0) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace flashxla
+
+#endif  // FLASHXLA_CSRC_CPU_ALIGNED_MEMORY_H_
