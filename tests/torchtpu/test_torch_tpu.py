@@ -220,3 +220,26 @@ fx.merge_attn_states(x, x[:, :, 0].T, x, x[:, :, 0].T)
     assert (
         "merge_attn_states: TorchTPU's tensors need flashxla.use_gpu() or flashxla.use_cpu()" in ended.stderr
     )
+
+
+def test_jax_is_ready_before_anything_compiles_and_keeps_its_own_devices():
+    """A variable that is set while a thread starts a compiler's process makes that fail."""
+    code = """
+import os, flashxla, tests.torchtpu.device as device
+device.start()
+import torch
+from flashxla.torch import reshape_and_cache_flash
+before = dict(os.environ)
+x, slots = torch.ones(1, 1, 8, device="tpu"), torch.zeros(1, dtype=torch.int32, device="tpu")
+reshape_and_cache_flash(x, x, *torch.zeros(2, 2, 4, 1, 8, device="tpu"), slots)
+torch.accelerator.synchronize()
+assert os.environ == before
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+import jax
+print(sorted({d.platform for d in (*jax.devices(), *jax.devices("cpu"))}))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    expected_platforms = ["cpu", "gpu"] if os.environ.get("PJRT_DEVICE") == "CUDA" else ["cpu"]
+    assert ended.stdout.splitlines()[-1:] == [str(expected_platforms)], ended.stderr[-3000:]

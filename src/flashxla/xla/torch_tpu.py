@@ -60,6 +60,7 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     running = running or os.environ.get(_LIBRARY_PATH, str(adapter.path))
     if running != str(adapter.path):
         raise RuntimeError(f"flashxla.{function}: TorchTPU runs already, on {running}")
+    _prepare_jax(platform)
     adapter.set_options(options)
     adapter.register_ffi(native.library(platform.name).ffi_targets, _REGISTRIES[platform])
     os.environ[_LIBRARY_PATH] = str(adapter.path)
@@ -67,6 +68,19 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
     _prepare_torch(platform, adapter.plugin)
     _started[platform] = dict(options)
+
+
+def _prepare_jax(platform: Platform) -> None:
+    """Import JAX, which lowers the operations, before TorchTPU compiles anything.
+
+    JAX sets environment variables when it is imported. A thread of TorchTPU that starts a compiler's process at that
+    moment fails: the list of variables that it hands on moves. And JAX would take TPU_LIBRARY_PATH for a TPU.
+    """
+    import jax
+
+    if not jax.config.jax_platforms:
+        names = dict.fromkeys((platform.jax_lowering, CPU.jax_lowering))
+        jax.config.update("jax_platforms", ",".join(names))
 
 
 def _prepare_torch(platform: Platform, plugin: Path) -> None:

@@ -1,4 +1,4 @@
-"""The operations as custom kernels of TorchTPU: programs that JAX exports, called on its tensors."""
+"""The operations as custom kernels of TorchTPU: programs that JAX lowers, called on its tensors."""
 
 from __future__ import annotations
 
@@ -59,24 +59,26 @@ def program(op: Op, signature: torch_calls.Signature) -> Program:
         raise RuntimeError(
             f"{op.function}: TorchTPU's tensors need flashxla.use_gpu() or flashxla.use_cpu() to have started TorchTPU"
         )
-    exported = _export(op, call, signature, platform)
-    module = exported.mlir_module_serialized
+    module, results = _lower(op, call, signature, platform)
     key = hashlib.blake2b(module, digest_size=16).hexdigest()
     tpu_torch_pallas.register_custom_kernel(_name(op), key, serialized_mlir_module=module)
     return Program(
         call,
         key,
-        outputs=tuple(pallas.torch_placeholder(aval) for aval in exported.out_avals),
+        outputs=tuple(pallas.torch_placeholder(aval) for aval in results),
         operands=tuple(op.names.index(name) for name, _ in call.operands),
     )
 
 
-def _export(op: Op, call: Call, signature: torch_calls.Signature, platform: Platform) -> Any:
+def _lower(op: Op, call: Call, signature: torch_calls.Signature, platform: Platform) -> tuple[bytes, Any]:
+    """The serialized StableHLO of a call, and the shapes and dtypes of its results.
+
+    jax.export would start all of JAX's backends, and the one for GPUs takes their memory.
+    """
     import jax
-    import jax.export
+    from jax.extend.mlir.dialects import stablehlo
 
     from flashxla import jax_avals, jax_calls
-    from flashxla.jax import export_checks
     from flashxla.xla.embed import device_to_lower_for
 
     given = torch_calls.tensor_metas(op, signature)
@@ -89,8 +91,10 @@ def _export(op: Op, call: Call, signature: torch_calls.Signature, platform: Plat
     computation.__name__ = _name(op)
     with jax.enable_x64(True), jax.default_device(device_to_lower_for()):
         jitted = jax.jit(computation, donate_argnums=call.updates, keep_unused=True)
-        export = jax.export.export(jitted, platforms=[platform.jax_lowering], disabled_checks=export_checks())
-        return export(*avals)
+        traced = jitted.trace(*avals)
+        module = traced.lower(lowering_platforms=(platform.jax_lowering,)).compiler_ir("stablehlo")
+    version = stablehlo.get_minimum_version()  # what every TorchTPU reads; the calls need nothing newer
+    return stablehlo.serialize_portable_artifact(module, version), traced.jaxpr.out_avals
 
 
 def _is_tracing() -> bool:

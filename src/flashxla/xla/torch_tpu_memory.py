@@ -18,7 +18,7 @@ def own(tensor: torch.Tensor) -> None:
     """Give a tensor a buffer that no clone of it shares. One that it has to itself stays."""
     if tensor.numel():
         with torch.no_grad():
-            tensor.index_add_(0, *_nothing(tensor.shape[1:], tensor.dtype, tensor.device))
+            tensor.index_copy_(0, *_no_rows(tensor.shape[1:], tensor.dtype, tensor.device))
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -43,9 +43,10 @@ def donatable(tensors: Sequence[torch.Tensor | None], position: int) -> bool:
 
 
 @functools.lru_cache
-def _nothing(
+def _no_rows(
     shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of a first row, and what to add to it: minus zero, which changes no number, nor a zero's sign."""
-    row = torch.full((1, *shape), -0.0 if dtype.is_floating_point else 0, dtype=dtype, device=device)
-    return torch.zeros(1, dtype=torch.int64, device=device), row
+    """An empty index and its rows."""
+    return torch.empty(0, dtype=torch.int64, device=device), torch.empty(
+        (0, *shape), dtype=dtype, device=device
+    )
