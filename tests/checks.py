@@ -33,11 +33,12 @@ def assert_close(actual: Array, expected: Array, tolerance: tuple[float, float],
 
 
 def assert_gradients(actual: Array, expected: Array, dtype: np.dtype, what: str) -> None:
-    """Hold gradients against float64. dtype: of the inputs.
+    """Hold gradients against float64. dtype: of q; a gradient of another dtype has the coarser one's tolerance.
 
     A gradient is a sum of many terms of both signs, so its error is measured against the largest one.
     """
-    name = next(name for name, d in DTYPES.items() if d == dtype)
+    coarser = min(actual.dtype, dtype, key=lambda dtype: dtype.itemsize)
+    name = next(name for name, d in DTYPES.items() if d == coarser)
     atol, rtol = GRADIENT_TOLERANCE[name]
     largest = np.abs(expected).max(initial=0.0)
     assert_close(actual, expected, (atol * max(largest, 1.0), rtol), f"gradient of {what}")

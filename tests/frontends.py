@@ -42,6 +42,12 @@ def has_arrays(value: Any) -> bool:
     return isinstance(value, np.ndarray) or map_arrays(lambda _: None, value) is not value
 
 
+def split(arguments: dict[str, Any], tensor: Callable[[Array], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments that are arrays, as tensors, and the others."""
+    tensors = {k: map_arrays(tensor, v) for k, v in arguments.items() if has_arrays(v)}
+    return tensors, {k: v for k, v in arguments.items() if k not in tensors}
+
+
 def _arrays(function: Callable[[Any], Array], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a function to each value, or to each of a pair."""
     return tuple(_arrays(function, x) if isinstance(x, tuple) else function(x) for x in values)
@@ -146,8 +152,7 @@ class TorchFrontend(Frontend):
         return function(**tensors, **scalars)
 
     def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Any, ...]:
-        tensors = {k: map_arrays(self.tensor, v) for k, v in arguments.items() if has_arrays(v)}
-        scalars = {k: v for k, v in arguments.items() if k not in tensors}
+        tensors, scalars = split(arguments, self.tensor)
         result = self.call(getattr(self.fx, op), tensors, scalars)
         results = () if result is None else result if isinstance(result, tuple) else (result,)
         assert results or mutated
@@ -160,8 +165,7 @@ class TorchFrontend(Frontend):
         wanted: tuple[str, ...],
         cotangents: tuple[Array | None, ...],
     ) -> dict[str, Array]:
-        tensors = {k: map_arrays(self.tensor, v) for k, v in arguments.items() if has_arrays(v)}
-        scalars = {k: v for k, v in arguments.items() if k not in tensors}
+        tensors, scalars = split(arguments, self.tensor)
         for name in wanted:
             tensors[name].requires_grad_()
         result = self.call(getattr(self.fx, op), tensors, scalars)
@@ -231,6 +235,10 @@ class JaxFrontend(Frontend):
         except RuntimeError as error:
             raise Unavailable(f"{self.name}: {error}") from error
 
+    def tensor(self, array: Array) -> Any:
+        """An array of JAX's with a copy of the data."""
+        return self.jax.device_put(self.jax.numpy.array(array, copy=True), self.target)
+
     @contextlib.contextmanager
     def integers_of(self, arguments: dict[str, Any]) -> Iterator[None]:
         """JAX has int64 only where x64 is enabled."""
@@ -244,12 +252,8 @@ class JaxFrontend(Frontend):
         return function(**donated, **others)
 
     def run(self, op: str, arguments: dict[str, Any], mutated: tuple[str, ...] = ()) -> tuple[Any, ...]:
-        def tensor(array: Array) -> Any:
-            return self.jax.device_put(self.jax.numpy.array(array, copy=True), self.target)
-
         with self.integers_of(arguments):
-            arrays = {k: map_arrays(tensor, v) for k, v in arguments.items() if has_arrays(v)}
-            scalars = {k: v for k, v in arguments.items() if k not in arrays}
+            arrays, scalars = split(arguments, self.tensor)
             donated = {name: arrays.pop(name) for name in mutated if name in arrays}
 
             def function(**arrays: Any) -> Any:
@@ -265,11 +269,7 @@ class JaxFrontend(Frontend):
         wanted: tuple[str, ...],
         cotangents: tuple[Array | None, ...],
     ) -> dict[str, Array]:
-        def tensor(array: Array) -> Any:
-            return self.jax.device_put(self.jax.numpy.array(array, copy=True), self.target)
-
-        arrays = {k: map_arrays(tensor, v) for k, v in arguments.items() if has_arrays(v)}
-        scalars = {k: v for k, v in arguments.items() if k not in arrays}
+        arrays, scalars = split(arguments, self.tensor)
         sources = {name: arrays.pop(name) for name in wanted}
 
         def gradients(**others: Any) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class JaxFrontend(Frontend):
                 return [x for x, c in zip(results, cotangents, strict=True) if c is not None]
 
             _, pullback = self.jax.vjp(function, sources)
-            return pullback([tensor(c) for c in cotangents if c is not None])[0]
+            return pullback([self.tensor(c) for c in cotangents if c is not None])[0]
 
         return {name: np.asarray(x) for name, x in self.call(gradients, {}, arrays).items()}
 

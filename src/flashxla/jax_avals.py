@@ -34,9 +34,9 @@ def varying_axes(arrays: Iterable[jax.Array]) -> frozenset[str]:
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The same array, as one that varies over these axes, too."""
-    missing = tuple(sorted(axes - varying_axes([x])))
+    missing = tuple(sorted(axes - varying_axes([x]))) if axes else ()
     if not missing:
         return x
+    lax: Any = jax.lax
     # JAX before 0.9 has it under another name.
-    pvary: Any = getattr(jax.lax, "pvary", None)
-    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, missing)
+    return lax.pcast(x, missing, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, missing)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashxla.jax_avals import aval_of, vary, varying_axes
-from flashxla.jax_functions import call
+from flashxla.jax_avals import vary, varying_axes
+from flashxla.jax_functions import call, resolve
 from flashxla.ops.arguments import window_sides
+from flashxla.ops.flash_attn_forms import SAME_LENGTHS
 from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
 from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD
 from flashxla.ops.messages import in_words_of, type_error, value_error
@@ -102,7 +103,28 @@ def ring_attention(
     function = "ring_attention"
     q, k, v, cu_seqlens = (jnp.asarray(x) for x in (q, k, v, cu_seqlens))
     left, right = window_sides(function, window_size)
-    _check(function, q, k, v, cu_seqlens, max_seqlen, softmax_scale, (left, right), softcap)
+    whole = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        max_seqlen,
+        cu_seqlens,
+        max_seqlen,
+        cu_seqlens,
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_size=(left, right),
+        softcap=softcap,
+    )
+    try:  # what the calls of a step take
+        resolve(FLASH_ATTN_VARLEN, whole)
+    except (TypeError, ValueError) as error:
+        raise in_words_of(error, function, SAME_LENGTHS | {"window_left": "window_size"}) from error
+    if str(q.dtype) not in FLOATS:
+        raise type_error(function, "q", f"dtype {q.dtype}", ", ".join(FLOATS))
+    if q.shape[0] % 2 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        got = f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]} tokens"
+        raise value_error(function, "q, k, v", got, "the same even number of tokens, in ring_order")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = _Options(axis_name, int(max_seqlen), float(scale), (int(left), -1), float(softcap))
     # Each varies over the ring's axis, and over whatever others (data, heads) one of them varies over.
@@ -138,45 +160,24 @@ def merge_attn_states_over(out: Any, lse: Any, axis_name: str) -> tuple[jax.Arra
 # The ring
 
 
-def _check(function: str, q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: Any, *scalars: Any) -> None:
-    """Raise for what the calls of a step would not take, in the words of the function that users call."""
-    softmax_scale, window, softcap = scalars
-    arguments = flash_attn_varlen_func(
-        q, k, v, max_seqlen, cu_seqlens, max_seqlen, cu_seqlens, None, softmax_scale, True, window, softcap
-    )
-    op = FLASH_ATTN_VARLEN
-    values = dict(zip(op.names, arguments, strict=True))
-    avals = {t.name: None if values[t.name] is None else aval_of(values[t.name]) for t in op.tensors}
-    names = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
-    try:
-        op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
-    except (TypeError, ValueError) as error:
-        raise in_words_of(error, function, {**names, "window_left": "window_size"}) from error
-    if str(q.dtype) not in FLOATS:
-        raise type_error(function, "q", f"dtype {q.dtype}", ", ".join(FLOATS))
-    if q.shape[0] % 2 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
-        got = f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]} tokens"
-        raise value_error(function, "q, k, v", got, "the same even number of tokens, in ring_order")
-
-
 def _part(offsets: jax.Array, device: Any, chunk_of_keys: Any, devices: int, chunk: int) -> _Part:
     """The index tensors of a call.
 
     Each document is two sequences, one of each chunk of queries. Causality does the rest: lengths place the queries
     among the chunk's keys as they are placed among all tokens, and keys behind a document's end are in no query's past.
     """
-    parts = []
     key_start = chunk_of_keys * chunk
-    for half, first in enumerate((device * chunk, (2 * devices - 1 - device) * chunk)):
-        queries = jnp.clip(offsets, first, first + chunk)
-        keys = jnp.clip(offsets, key_start, key_start + chunk)
-        lengths = queries[1:] - keys[:-1]  # to the last query's own position
-        parts.append((queries - first + half * chunk, keys - key_start, lengths))
-    # Between the two halves lies a sequence of what no document has: of a negative length, it is skipped.
+    keys = jnp.clip(offsets, key_start, key_start + chunk)
+    starts = device * chunk, (2 * devices - 1 - device) * chunk
+    first, second = (jnp.clip(offsets, start, start + chunk) for start in starts)
+    # A length reaches to the last query's own position. Between the two halves lies a sequence of what no document
+    # has: of a negative length, it is skipped.
     nothing = jnp.full((1,), -1, jnp.int32)
-    (q0, k0, used0), (q1, k1, used1) = parts
-    used = jnp.concatenate([used0, nothing, used1])
-    return _Part(jnp.concatenate([q0, q1]), jnp.concatenate([k0, k1]), used)
+    return _Part(
+        cu_seqlens_q=jnp.concatenate([first - starts[0], second - starts[1] + chunk]),
+        cu_seqlens_k=jnp.concatenate([keys - key_start] * 2),
+        seqused_k=jnp.concatenate([first[1:] - keys[:-1], nothing, second[1:] - keys[:-1]]),
+    )
 
 
 def _each_part(options: _Options, offsets: jax.Array, step: Any, tokens: int) -> list[tuple[slice, _Part]]:

@@ -24,11 +24,9 @@ def attach(call: Call, forward: Callable[..., list[jax.Array]], run: Run) -> Cal
 def no_backward(call: Call, arguments: Sequence[str] = ()) -> NotImplementedError:
     """What says that there is no gradient, of these arguments."""
     of = f" of {', '.join(arguments)}" if arguments else ""
-    missing = "second derivative" if call.op.caller else "backward pass"
     reason = call.op.vjp.why_not(dict(call.arguments)) if call.op.vjp else ""
-    because = f" ({reason})" if reason else ""
     return NotImplementedError(
-        f"{call.op.function}: no {missing}{because}: a derivative{of} was asked for; keep it out of what is "
+        f"{call.op.no_gradient(reason)}: a derivative{of} was asked for; keep it out of what is "
         "differentiated, or give the call jax.lax.stop_gradient of its arguments"
     )
 
@@ -51,12 +49,11 @@ def _with_vjp(call: Call, vjp: Vjp, forward: Callable[..., list[jax.Array]], run
     constants = set(vjp.constants)
     requested = call.requesting(vjp.residuals)
     result_names = call.result_names
-    gradients = {r.name.removeprefix("grad_") for r in vjp.op.results}
 
     def refuse(name: str) -> Callable[[jax.Array], jax.Array]:
         return _without_derivative(call, lambda x: x, [name])
 
-    guards = {name: refuse(name) for name in names if name not in gradients | constants}
+    guards = {name: refuse(name) for name in names if name not in vjp.gradients | constants}
 
     @jax.custom_vjp
     def differentiable(*operands: jax.Array) -> list[jax.Array]:

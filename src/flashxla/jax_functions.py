@@ -20,12 +20,17 @@ from flashxla.xla import registration
 def call(op: Op, args: Sequence[Any]) -> Any:
     """Call an operation with its own arguments, in order."""
     registration.register_jax()
+    resolved, operands = resolve(op, args)
+    return _returned(resolved, jax_calls.custom_call(resolved, operands))
+
+
+def resolve(op: Op, args: Sequence[Any]) -> tuple[Call, list[jax.Array]]:
+    """A call that is not made yet, and its operands. Raises TypeError and ValueError."""
     values = dict(zip(op.names, args, strict=True))
     tensors = {t.name: _array(op, t, values) for t in op.tensors}
     avals = {name: None if x is None else aval_of(x) for name, x in tensors.items()}
     resolved = op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
-    operands = [x for x in (tensors[name] for name, _ in resolved.operands) if x is not None]
-    return _returned(resolved, jax_calls.custom_call(resolved, operands))
+    return resolved, [x for x in (tensors[name] for name, _ in resolved.operands) if x is not None]
 
 
 def _returned(call: Call, arrays: Sequence[jax.Array]) -> Any:

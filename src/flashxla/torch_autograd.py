@@ -76,19 +76,17 @@ def _refuse_tangents(op: Op, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _message(op: Op, names: Sequence[str], reason: str = "") -> str:
-    missing = "second derivative" if op.caller else "backward pass"
-    because = f" ({reason})" if reason else ""
     return (
-        f"{op.function}: no {missing}{because}: a gradient was asked for through {', '.join(names)}; call it under "
+        f"{op.no_gradient(reason)}: a gradient was asked for through {', '.join(names)}; call it under "
         "torch.no_grad(), or with detached tensors"
     )
 
 
-def _why_not(op: Op, args: Sequence[Any]) -> str:
+def _why_not(op: Op, values: torch_calls.Values) -> str:
     """Why this call has no gradients though its op has, or ""."""
     if op.vjp is None:
         return ""
-    metas = torch_calls.tensor_metas(op, torch_calls.signature(op, (*args, *op.defaults[len(args) :])))
+    metas = torch_calls.tensor_metas(op, torch_calls.signature(op, values))
     return op.vjp.why_not({name: meta and torch_calls.aval(meta) for name, meta in metas.items()})
 
 
@@ -97,7 +95,8 @@ def _attached(
 ) -> Any:
     """Run a call and make what it computes or updates a part of autograd's graph."""
     names = [name for name, x in zip(op.names, args, strict=False) if any(x is source for source in sources)]
-    reason = _why_not(op, args)
+    values = (*args, *op.defaults[len(args) :])
+    reason = _why_not(op, values)
     message = _message(op, names, reason)
     if torch._C._are_functorch_transforms_active():  # torch.func.grad and its kin
         if op.vjp is None or reason:
@@ -110,7 +109,7 @@ def _attached(
             return overload.redispatch(keyset & _AFTER_AUTOGRAD, *args)
 
     if op.vjp is not None and not reason:
-        results = differentiable(op, run, (*args, *op.defaults[len(args) :]))
+        results = differentiable(op, run, values)
     elif op.results:
         results = _Result.apply(lambda: run(*args), message, *sources)
     else:
@@ -134,14 +133,19 @@ def differentiable(
 
     args: all of its arguments. around: what its backward runs in, which autograd may do on a thread of its own.
     """
-    gradients = {r.name.removeprefix("grad_") for r in _vjp_of(op).op.results}
+    refused = _refused(op)
     guarded = [
         _Refused.apply(x, _message(op, [name]))
-        if isinstance(x, torch.Tensor) and x.requires_grad and name not in gradients and not is_updated
+        if name in refused and isinstance(x, torch.Tensor) and x.requires_grad
         else x
-        for name, x, is_updated in zip(op.names, args, op.is_updated, strict=True)
+        for name, x in zip(op.names, args, strict=True)
     ]
     return _Differentiable.apply(op, run, around or contextlib.nullcontext(), *guarded)
+
+
+def _refused(op: Op) -> set[str]:
+    """The arguments without a gradient before which `_Refused` can stand: not those that the op updates."""
+    return {t.name for t in op.tensors if not t.updated} - _vjp_of(op).gradients
 
 
 class _Differentiable(torch.autograd.Function):
@@ -196,19 +200,20 @@ class _Differentiable(torch.autograd.Function):
         gradients = got if isinstance(got, tuple) else (got,)
         by_name = {r.name.removeprefix("grad_"): x for r, x in zip(vjp.op.results, gradients, strict=True)}
         some_grad = next(iter(given.values()))
+        # `_Refused` stands before these, and raises if their gradient is asked for.
+        guarded = _refused(op)
         refused = [r for r in given if f"grad_{r}" not in taken]
+        refused = refused or [n for n in wanted if n not in by_name and n not in guarded]
         for name in wanted:
-            position = before + op.names.index(name)
-            if name not in by_name and not refused:
-                # `_Refused` stands before it, and raises if its gradient is asked for.
-                shape, dtype = ctx.sources[name]
-                result[position] = torch.zeros((), dtype=dtype, device=some_grad.device).expand(shape)
-            elif not refused:
-                result[position] = by_name[name]
-            else:
+            shape, dtype = ctx.sources[name]
+            if refused:
                 raising = getattr(torch.ops.flashxla, NO_BACKWARD)
-                gradient = raising(some_grad, _message(op, refused), *ctx.sources[name])
-                result[position] = gradient
+                gradient = raising(some_grad, _message(op, refused), shape, dtype)
+            elif name in guarded:
+                gradient = torch.zeros((), dtype=dtype, device=some_grad.device).expand(shape)
+            else:
+                gradient = by_name[name]
+            result[before + op.names.index(name)] = gradient
         return tuple(result)
 
 

@@ -81,10 +81,12 @@ def _kernel(op: Op, env: Any) -> Callable[..., Any]:
                     op.function, name, f"a tensor on {x.device}", "a tensor on jax, as the others"
                 )
         avals = {t.name: aval_of(tensors[t.name].jax()) if t.name in tensors else None for t in op.tensors}
+        attached = torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())
+        if attached and op.vjp and not op.vjp.why_not(avals):
+            # Which calls this kernel again, where gradients are off.
+            return torch_autograd.differentiable(op, kernel, tuple(values.values()), around=env)
         call = op.resolve(avals, {s.name: values[s.name] for s in op.scalars})
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
-            if op.vjp and not op.vjp.why_not(avals):
-                return torch_autograd.differentiable(op, kernel, tuple(values.values()), around=env)
+        if attached:
             return _without_gradients(call, tensors)
         arrays = _run(call, tensors)
         updated = [call.operands[i][0] for i in call.updates]

@@ -74,7 +74,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", "2")  # the command line sets it for its process
 
 
-@pytest.mark.parametrize("name", cli.CPU_TOPICS)
+@pytest.mark.parametrize("name", (*cli.TOPICS, cli.BACKWARD))
 def test_topic_and_peers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     document = run_bench(tmp_path, name, "--peers")
     assert document["schema"] == 1
@@ -100,7 +100,7 @@ def test_topic_and_peers(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert topic.cases["cpu"][0].name not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", cli.CPU_TOPICS)
+@pytest.mark.parametrize("name", (*cli.TOPICS, cli.BACKWARD))
 def test_cases_are_well_formed(name: str):
     topic = importlib.import_module(f"flashxla.bench.{name}").TOPIC
     assert set(topic.cases) == {"cpu", "cuda", "quick"}

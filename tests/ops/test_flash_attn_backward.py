@@ -13,20 +13,11 @@ from tests.checks import DTYPES, assert_gradients, assert_same_bits
 from tests.conftest import DEFAULT_FRONTENDS
 from tests.frontends import Frontend, JaxFrontend, TorchFrontend
 from tests.gradients import SOURCES, cotangents, flash_attn_varlen_gradients, gradients_from
+from tests.ops.test_flash_attn_varlen import ALL as EVERYTHING
+from tests.ops.test_flash_attn_varlen import MIXED, SPARSE
 
-MIXED = ((1, 33), (5, 18), (9, 9), (4, 2))  # one query, fewer queries than keys, as many, more
 LONG = ((150, 150), (70, 300), (260, 130))  # several tiles of keys and blocks of rows
-SPARSE = ((0, 5), (3, 0), (2, 6), (0, 0), (1, 1))
-ALL: dict[str, Any] = {
-    "heads": (6, 3),
-    "softcap": 8.0,
-    "alibi": "SH",
-    "sinks": "f32",
-    "leftpad": True,
-    "scale": 0.1,
-    "pad_tokens": 4,
-    "pad_seqs": 2,
-}
+ALL = {**EVERYTHING, "descale": None}  # which has no gradient
 
 CASES = [
     # dtypes
@@ -86,9 +77,7 @@ def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
     expected = gradients_from(arguments, out, *grads)
     for name in wanted:
         assert got[name].dtype == arguments[name].dtype
-        # s_aux has a dtype of its own: the coarser one decides.
-        dtype = min(got[name].dtype, arguments["q"].dtype, key=lambda dtype: dtype.itemsize)
-        assert_gradients(got[name], expected[name], dtype, name)
+        assert_gradients(got[name], expected[name], arguments["q"].dtype, name)
 
 
 @WITH_AUTOGRAD
@@ -156,7 +145,7 @@ def test_same_bits_twice(frontend: Frontend, rng: np.random.Generator, case: Cas
         frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), grads) for _ in "12"
     )
     for name in "qkv":
-        assert np.array_equal(first[name].view(np.uint8), second[name].view(np.uint8))
+        assert_same_bits(second[name], first[name], name)
 
 
 @pytest.mark.frontends("torch")

@@ -179,6 +179,13 @@ ERRORS = [
     ),
     ("flash_attn_qkvpacked_func", {"softcap": -1.0}, ValueError, "softcap: got -1.0"),
     (
+        "flash_attn_qkvpacked_func",
+        {"qkv": np.ones((3, 5, 3, 4, 16), np.int32)},
+        TypeError,
+        "qkv: got dtype int32",
+    ),
+    ("flash_attn_varlen_qkvpacked_func", {"max_seqlen": -1}, ValueError, "max_seqlen: got -1"),
+    (
         "flash_attn_varlen_kvpacked_func",
         {"cu_seqlens_k": np.zeros(2, np.int32)},
         ValueError,

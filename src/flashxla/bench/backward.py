@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-import flashxla.torch as fx
 from flashxla.bench import attention, ceilings, prefill
 from flashxla.bench.attention import AttentionCase, AttentionProblem
 from flashxla.bench.topic import Peer, Run, Topic
@@ -45,10 +44,8 @@ def _sources(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _ours(problem: AttentionProblem) -> Run:
-    lens = [queries for queries, _ in problem.case.lens]
-    offsets = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=problem.q.device)
     q, k, v = sources = _sources(problem.q, problem.k, problem.v)
-    out = fx.flash_attn_varlen_func(q, k, v, max(lens), offsets, max(lens), offsets, causal=True)
+    out = attention.OURS.build(dataclasses.replace(problem, q=q, k=k, v=v)).call()
     grad = _gradient_of_out(problem)
     return Run(lambda: torch.autograd.grad(out, sources, grad, retain_graph=True), list)
 
@@ -57,10 +54,7 @@ def _sdpa(problem: AttentionProblem) -> Run:
     padded = (attention.padded(problem, x) for x in (problem.q, problem.k, problem.v))
     q, k, v = sources = _sources(*padded)
     out = sdpa(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    grad = torch.nn.utils.rnn.pad_sequence(
-        list(_gradient_of_out(problem).split([queries for queries, _ in problem.case.lens])), batch_first=True
-    )
-    grad = grad.transpose(1, 2).contiguous()
+    grad = attention.padded(problem, _gradient_of_out(problem))
 
     def results(gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         return [x for gradient in gradients for x in attention.unpadded(problem, gradient)]

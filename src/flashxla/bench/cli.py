@@ -13,9 +13,8 @@ from typing import Any
 from flashxla import install, output_file
 
 TOPICS = ("prefill", "decode", "kv_write")
-STRATEGIES = "strategies"
-CPU_TOPICS = (*TOPICS, "backward")
-CPU_ALONE = ("backward", STRATEGIES)
+BACKWARD, STRATEGIES = "backward", "strategies"
+CPU_ALONE = (BACKWARD, STRATEGIES)
 VLLM = "vllm"
 # Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
 STUDY = ("mixed", "overhead", "plan", "step")
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*CPU_TOPICS, *STUDY, STRATEGIES, VLLM, "all"),
+        choices=(*TOPICS, *CPU_ALONE, *STUDY, VLLM, "all"),
         help="what to measure; everything that the device has if left out. On the cpu alone: backward (gradients), "
         "strategies (ways to write a cache from PyTorch/XLA). On GPUs, from a checkout: mixed batches, overhead in a "
         "jitted program, plan (one for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B). "
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     from flashxla.bench.topic import Options
 
     options = Options(tuple(args.dtype), args.device, args.threads, args.rounds, args.peers, args.quick)
-    everything = TOPICS if args.device == "cuda" else (*CPU_TOPICS, STRATEGIES)
+    everything = TOPICS if args.device == "cuda" else (*TOPICS, *CPU_ALONE)
     names = everything if args.name in _EVERYTHING else [args.name]
     results = {name: _measure(name, options) for name in names}
     content = report.document(results, options, command(args, "threads"))

@@ -72,6 +72,21 @@ def window_side(inputs: Inputs, name: str) -> int:
     return min(inputs[name], INT32_MAX)
 
 
+def flash_attn_scalars(inputs: Inputs) -> dict[str, Any]:
+    """The native scalars of flash_attn_varlen_func, and of its gradients; fills in the default scale."""
+    if inputs["softmax_scale"] is None:
+        inputs.scalars["softmax_scale"] = 1.0 / math.sqrt(inputs.size("D"))
+    return {
+        "causal": int(inputs["causal"]),
+        "window_left": window_side(inputs, "window_left"),
+        "window_right": window_side(inputs, "window_right"),
+        "max_seqlen_q": int32(inputs["max_seqlen_q"]),
+        "max_seqlen_k": int32(inputs["max_seqlen_k"]),
+        "softmax_scale": finite(inputs, "softmax_scale"),
+        "softcap": softcap(inputs, "softcap"),
+    }
+
+
 def int32(value: Any) -> Any:
     """A length, or the largest that the kernels count."""
     return min(value, INT32_MAX)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from flashxla.ops.messages import in_words_of, type_error, value_error
 
 Window = tuple[int, int] | None
+# What functions call flash_attn_varlen_func's arguments, where it is something else.
 _OF_KV = {"k": "kv", "v": "kv"}
 _OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
-_OF_SAME = {name: "cu_seqlens" for name in ("cu_seqlens_q", "cu_seqlens_k")} | {
+SAME_LENGTHS = {name: "cu_seqlens" for name in ("cu_seqlens_q", "cu_seqlens_k")} | {
     name: "max_seqlen" for name in ("max_seqlen_q", "max_seqlen_k")
 }
 
@@ -294,7 +295,7 @@ def flash_attn_varlen_qkvpacked_func(
         (cu_seqlens, max_seqlen),
         (cu_seqlens, max_seqlen),
         options,
-        _OF_QKV | _OF_SAME,
+        _OF_QKV | SAME_LENGTHS,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from flashxla.ops import attention
@@ -129,20 +128,8 @@ def _rule(inputs: Inputs) -> Resolution:
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if inputs[name] < 0:
             raise inputs.value_error(name, inputs[name], "a number of tokens >= 0")
-    if inputs["softmax_scale"] is None:
-        inputs.scalars["softmax_scale"] = 1.0 / math.sqrt(inputs.size("D"))
     return Resolution(
-        attributes={
-            "layout": layout,
-            "kv_dtype": element,
-            "causal": int(inputs["causal"]),
-            "window_left": attention.window_side(inputs, "window_left"),
-            "window_right": attention.window_side(inputs, "window_right"),
-            "max_seqlen_q": attention.int32(inputs["max_seqlen_q"]),
-            "max_seqlen_k": attention.int32(inputs["max_seqlen_k"]),
-            "softmax_scale": attention.finite(inputs, "softmax_scale"),
-            "softcap": attention.softcap(inputs, "softcap"),
-        },
+        attributes={"layout": layout, "kv_dtype": element, **attention.flash_attn_scalars(inputs)},
         results=attention.results(inputs, "q"),
     )
 

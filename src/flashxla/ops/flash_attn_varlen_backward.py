@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from flashxla.ops import attention
@@ -27,18 +26,8 @@ def _rule(inputs: Inputs) -> Resolution:
     for name in ("k", "v", "out", "grad_out"):
         check_same_dtype(inputs, name, "q")
     attention.check_heads(inputs, "q", "k")
-    if inputs["softmax_scale"] is None:
-        inputs.scalars["softmax_scale"] = 1.0 / math.sqrt(inputs.size("D"))
     return Resolution(
-        attributes={
-            "causal": int(inputs["causal"]),
-            "window_left": attention.window_side(inputs, "window_left"),
-            "window_right": attention.window_side(inputs, "window_right"),
-            "max_seqlen_q": attention.int32(inputs["max_seqlen_q"]),
-            "max_seqlen_k": attention.int32(inputs["max_seqlen_k"]),
-            "softmax_scale": attention.finite(inputs, "softmax_scale"),
-            "softcap": attention.softcap(inputs, "softcap"),
-        },
+        attributes=attention.flash_attn_scalars(inputs),
         results={f"grad_{name}": inputs[name] for name in ("q", "k", "v", "s_aux")},
     )
 

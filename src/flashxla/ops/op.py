@@ -158,6 +158,11 @@ class Vjp:
     constants: tuple[str, ...] = ()
     why_not: Callable[[Mapping[str, Aval | None]], str] = lambda tensors: ""
 
+    @functools.cached_property
+    def gradients(self) -> frozenset[str]:
+        """The arguments that have a gradient."""
+        return frozenset(r.name.removeprefix("grad_") for r in self.op.results)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
@@ -219,11 +224,6 @@ class Op:
         return tuple(isinstance(p, Tensor) for p in self.parameters)
 
     @functools.cached_property
-    def is_updated(self) -> tuple[bool, ...]:
-        """Of each argument, whether it is a tensor that the op updates."""
-        return tuple(isinstance(p, Tensor) and p.updated for p in self.parameters)
-
-    @functools.cached_property
     def scalars(self) -> tuple[Scalar, ...]:
         """The other arguments, in order."""
         return tuple(p for p in self.parameters if isinstance(p, Scalar))
@@ -242,6 +242,11 @@ class Op:
         """The scalars that request those of `results` that are computed on request."""
         scalars = {s.name for s in self.scalars}
         return {r.when: True for r in self.results if r.when in scalars and r.name in results}
+
+    def no_gradient(self, reason: str = "") -> str:
+        """What messages say first where a gradient is asked for that there is none of."""
+        missing = "second derivative" if self.caller else "backward pass"
+        return f"{self.function}: no {missing}" + (f" ({reason})" if reason else "")
 
     def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
         """What messages call an argument in a call that has the tensors for which `is_given` holds."""
