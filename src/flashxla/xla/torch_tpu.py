@@ -78,9 +78,10 @@ def _prepare_jax(platform: Platform) -> None:
     """
     import jax
 
-    if not jax.config.jax_platforms:
+    config: Any = jax.config
+    if not config.jax_platforms:
         names = dict.fromkeys((platform.jax_lowering, CPU.jax_lowering))
-        jax.config.update("jax_platforms", ",".join(names))
+        config.update("jax_platforms", ",".join(names))
 
 
 def _prepare_torch(platform: Platform, plugin: Path) -> None:

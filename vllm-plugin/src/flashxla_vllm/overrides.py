@@ -138,7 +138,7 @@ def no_compiler_options_of_tpus() -> None:
 @_override(_CONFIG, "vllm.model_executor.models.registry:_run_in_subprocess")
 def models_inspected_in_this_process() -> None:
     """vLLM imports a model's module in a process of its own, lest it start CUDA in this one. That process imports
-    PyTorch and vLLM again, for up to half a minute. Here CUDA is JAX's, which no such module starts.
+    PyTorch and vLLM again, for up to half a minute. Here CUDA is JAX's; the one module that starts it is seen to below.
     """
     from vllm.model_executor.models import registry
 
