@@ -83,6 +83,8 @@ def use_gpu(
     # Before PyTorch/XLA starts: where it has failed to, it aborts the process at the next attempt.
     pjrt_adapter.find_plugin()
     if torch_tpu.is_installed():
+        if (own := devices_of_process({**os.environ, **variables})) is not None:
+            options["visible_devices"] = own
         torch_tpu.start("use_gpu", CUDA, options)
     os.environ.update(variables)
 

@@ -10,10 +10,11 @@ which aborts the process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ HOW_TO_INSTALL = f"{install.command('torchtpu')}, then pip install --no-deps tor
 _LIBRARY_PATH = "TPU_LIBRARY_PATH"
 # What the plugins' runtimes call their platforms in their registries of handlers.
 _REGISTRIES = {CPU: "Host", CUDA: CUDA.jax_registry}
+# By which TorchTPU knows that it is in a group of processes. It takes each for a host of a TPU slice, asks for the
+# slice's topology, and ends the process where there is none. So it starts without knowing.
+_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _started: dict[Platform, dict[str, Any]] = {}
 
 
@@ -64,10 +68,25 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     adapter.set_options(options)
     adapter.register_ffi(native.library(platform.name).ffi_targets, _REGISTRIES[platform])
     os.environ[_LIBRARY_PATH] = str(adapter.path)
-    loader = importlib.import_module("torch_tpu._loader")
-    loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
+    with _of_one_process():
+        loader = importlib.import_module("torch_tpu._loader")
+        loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
     _prepare_torch(platform, adapter.plugin)
     _started[platform] = dict(options)
+
+
+@contextlib.contextmanager
+def _of_one_process() -> Iterator[None]:
+    """Start TorchTPU in here, also in a group of processes."""
+    hidden = {name: os.environ.pop(name) for name in _GROUP if name in os.environ}
+    try:
+        yield
+        if hidden:  # which TorchTPU reads once, at its first tensor
+            import torch
+
+            torch.zeros(1, device=DEVICE).cpu()
+    finally:
+        os.environ.update(hidden)
 
 
 def _prepare_jax(platform: Platform) -> None:
@@ -87,8 +106,9 @@ def _prepare_jax(platform: Platform) -> None:
 def _prepare_torch(platform: Platform, plugin: Path) -> None:
     from torch.compiler import config
 
-    from flashxla.xla import torch_tpu_attention, torch_tpu_graphs
+    from flashxla.xla import torch_tpu_attention, torch_tpu_graphs, torch_tpu_processes
 
+    torch_tpu_processes.register()
     torch_tpu_attention.install()
     torch_tpu_graphs.install()
     # PyTorch keeps compiled graphs on disk, and knows nothing of what a graph of the same operations depends on here.
