@@ -60,6 +60,7 @@ def not_started(environment: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"JAX_CUDA_VISIBLE_DEVICES": "all"}, {}),
         ({"JAX_CUDA_VISIBLE_DEVICES": "2"}, {"visible_devices": [2]}),
         ({"JAX_CUDA_VISIBLE_DEVICES": "0, 3"}, {"visible_devices": [0, 3]}),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, {"visible_devices": [1]}),
     ],
 )
 def test_client_options(variables: dict[str, str], options: dict[str, Any]) -> None:

@@ -82,12 +82,11 @@ def test_programs_wait_for_the_cache_without_arrays(monkeypatch, checkpoint):
     find, bring_back = waiting.lasting_arrays, TPUModelRunner.reinitialize_kv_cache
 
     def recorded():
-        lasting.append(jax.live_arrays())
-        return find()
+        lasting.append(find())
+        return lasting[-1]
 
     def watched(self):
-        known = {id(x) for x in lasting[0]}
-        left.append([x.shape for x in jax.live_arrays() if id(x) not in known and not x.is_deleted()])
+        left.append([x.shape for x in jax.live_arrays() if id(x) not in lasting[0] and not x.is_deleted()])
         bring_back(self)
 
     monkeypatch.setattr(waiting, "lasting_arrays", recorded)

@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 import torch
-from jaxlib import xla_client
 
-from flashxla import jax_avals, jax_calls, torch_calls
+from flashxla import jax_calls, torch_calls
 from flashxla.ops.op import Aval, Call, Op
 from flashxla.torch_calls import Values
-from flashxla.xla import registration
+from flashxla.xla import lowering, registration
 
 
 def run(op: Op, values: Values, donate: bool = False) -> tuple[Call, list[torch.Tensor]]:
@@ -84,11 +83,8 @@ def _lower(call: Call, operands: tuple[Aval, ...], platform: str) -> bytes:
     def computation(*args: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax_calls.custom_call(call, args[::-1]))
 
-    computation.__name__ = f"flashxla_{call.op.native}"
-    # keep_unused: the computation's parameters are the operands, whatever the call makes of them.
-    with jax.enable_x64(True), jax.default_device(device_to_lower_for()), _no_source_locations():
-        traced = jax.jit(computation, keep_unused=True).trace(*map(jax_avals.shape_dtype, operands[::-1]))
-        lowered = traced.lower(lowering_platforms=(platform,))
+    with _no_source_locations():
+        _, lowered = lowering.lower(f"flashxla_{call.op.native}", computation, operands[::-1], platform)
         return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
 
 
@@ -102,13 +98,3 @@ def _no_source_locations() -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
-
-
-@functools.cache
-def device_to_lower_for() -> jax.Device:
-    """A CPU device of a client of its own, whatever is lowered for.
-
-    Asking JAX for one would start all its backends, and the one for GPUs takes their memory.
-    """
-    client: Any = xla_client.make_cpu_client()
-    return client.local_devices()[0]

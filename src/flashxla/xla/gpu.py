@@ -83,14 +83,12 @@ def use_gpu(
     # Before PyTorch/XLA starts: where it has failed to, it aborts the process at the next attempt.
     pjrt_adapter.find_plugin()
     if torch_tpu.is_installed():
-        if (own := devices_of_process({**os.environ, **variables})) is not None:
-            options["visible_devices"] = own
         torch_tpu.start("use_gpu", CUDA, options)
     os.environ.update(variables)
 
 
 def client_options(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The plugin's options for one process that has all its GPUs. Raises ValueError for a value that none takes."""
+    """The plugin's options for this process. Raises ValueError for a value that none takes."""
     options: dict[str, Any] = {"platform_name": "cuda"}
     allocator = environment.get(_ALLOCATOR, "default").lower()
     if allocator not in ALLOCATORS:
@@ -104,8 +102,8 @@ def client_options(environment: Mapping[str, str]) -> dict[str, Any]:
             break
     if text := environment.get(_PREALLOCATE):
         options["preallocate"] = text.lower() not in ("false", "0")
-    if (visible := visible_devices(environment)) is not None:
-        options["visible_devices"] = visible
+    if (own := devices_of_process(environment)) is not None:
+        options["visible_devices"] = own
     return options
 
 

@@ -31,8 +31,7 @@ class CudaPlugin(plugins.DevicePlugin):
         options = gpu.client_options(os.environ)
         place = Place.of(os.environ)
         if place.size > 1:
-            own = gpu.devices_of_process(os.environ)
-            options.update(visible_devices=own, node_id=place.rank, num_nodes=place.size)
+            options.update(node_id=place.rank, num_nodes=place.size)
         return options
 
     def requires_xla_coordinator(self) -> bool:

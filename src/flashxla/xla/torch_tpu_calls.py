@@ -71,30 +71,23 @@ def program(op: Op, signature: torch_calls.Signature) -> Program:
 
 
 def _lower(op: Op, call: Call, signature: torch_calls.Signature, platform: Platform) -> tuple[bytes, Any]:
-    """The serialized StableHLO of a call, and the shapes and dtypes of its results.
-
-    jax.export would start all of JAX's backends, and the one for GPUs takes their memory.
-    """
-    import jax
+    """The serialized StableHLO of a call, and the shapes and dtypes of its results."""
     from jax.extend.mlir.dialects import stablehlo
 
-    from flashxla import jax_avals, jax_calls
-    from flashxla.xla.embed import device_to_lower_for
+    from flashxla import jax_calls
+    from flashxla.xla import lowering
 
     given = torch_calls.tensor_metas(op, signature)
     metas = [given[name] for name, _ in call.operands]
-    avals = [jax_avals.shape_dtype(torch_calls.aval(meta)) for meta in metas if meta is not None]
+    avals = [torch_calls.aval(meta) for meta in metas if meta is not None]
 
-    def computation(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    def computation(*operands: Any) -> tuple[Any, ...]:
         return tuple(jax_calls.custom_call(call, operands))
 
-    computation.__name__ = _name(op)
-    with jax.enable_x64(True), jax.default_device(device_to_lower_for()):
-        jitted = jax.jit(computation, donate_argnums=call.updates, keep_unused=True)
-        traced = jitted.trace(*avals)
-        module = traced.lower(lowering_platforms=(platform.jax_lowering,)).compiler_ir("stablehlo")
+    traced, lowered = lowering.lower(_name(op), computation, avals, platform.jax_lowering, call.updates)
     version = stablehlo.get_minimum_version()  # what every TorchTPU reads; the calls need nothing newer
-    return stablehlo.serialize_portable_artifact(module, version), traced.jaxpr.out_avals
+    module = stablehlo.serialize_portable_artifact(lowered.compiler_ir("stablehlo"), version)
+    return module, traced.jaxpr.out_avals
 
 
 def _is_tracing() -> bool:
