@@ -81,6 +81,7 @@ def test_missing_packages_are_named(
     assert "transformers is not installed: pip install '.[generate]' in a checkout" in capsys.readouterr().err
 
 
+NO_INTERFACE = "whose attention does not go through transformers' attention interface"
 _TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -92,8 +93,8 @@ _TINY = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_atte
             LlamaConfig(**_TINY, head_dim=640),
             "LlamaAttention: ragged_paged_attention: query: got head size 640",
         ),
-        (BloomConfig(vocab_size=259, hidden_size=16, n_layer=1, n_head=2), "takes no position_ids"),
-        (FalconConfig(**_TINY), "does not use transformers' attention interface"),
+        (BloomConfig(vocab_size=259, hidden_size=16, n_layer=1, n_head=2), NO_INTERFACE),
+        (FalconConfig(**_TINY), NO_INTERFACE),
         (
             Llama4TextConfig(
                 **_TINY, num_key_value_heads=1, head_dim=8, intermediate_size=16, num_local_experts=1
@@ -114,7 +115,7 @@ def test_models_that_would_be_answered_wrongly_are_refused(
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "paged_attention", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(attention.own_cache, "attention", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run("--frontend", "torch")
 

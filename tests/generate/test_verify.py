@@ -82,7 +82,7 @@ def test_a_difference_is_found(
     folder = str(checkpoints.save("mistral", tmp_path))
 
     def without_window(*args: object, sliding_window: int | None = None, **kwargs: object) -> object:
-        return attention.paged_attention(*args, **kwargs)  # type: ignore[arg-type]
+        return attention.own_cache.attention(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.ATTENTION, without_window)
     options = ("--model", folder, "--frontend", "torch", "--verify", "--max-new-tokens", "16", "--ignore-eos")

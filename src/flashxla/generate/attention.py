@@ -1,9 +1,4 @@
-"""Puts the paged ops into transformers' models, through transformers' own attention interface.
-
-A model loaded with `attn_implementation=ATTENTION` calls `paged_attention` below in every layer. What the
-layers share in a step travels as the keyword arguments `flashxla_step` and `flashxla_caches` of the model's
-call. No mask function is registered under the name, so transformers makes no dense mask.
-"""
+"""Looks at what a model's layers hand their attention function, and what their caches must hold."""
 
 from __future__ import annotations
 
@@ -18,12 +13,13 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import AttentionInterface, PreTrainedModel
 
-import flashxla.torch as fx
-from flashxla.generate.batch import StepInputs, one_token
+from flashxla import transformers
+from flashxla.generate.batch import one_token
 from flashxla.generate.errors import GenerateError, describe
+from flashxla.transformers import own_cache
 
-# Not "flashxla": transformers takes every name with "flash" in it for a flash-attention package to import.
-ATTENTION = "fx_paged_attention"
+transformers.enable()
+ATTENTION = transformers.OWN_CACHE
 PROBE = "fx_probe"
 
 _MEANINGFUL_ARGUMENTS = ("scaling", "sliding_window", "softcap", "s_aux")
@@ -41,8 +37,6 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
 }
 
-Caches = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
@@ -57,43 +51,6 @@ class LayerShape:
         """The shapes of one block of keys, and of values."""
         tokens = block_size, self.num_kv_heads
         return (*tokens, self.head_size), (*tokens, self.value_size)
-
-
-def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    flashxla_step: StepInputs,
-    flashxla_caches: Caches,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Write the new keys and values into the layer's cache and attend to all of it.
-
-    query, key, value: [1, heads, T, head size], as transformers' layers make them.
-    """
-    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    out: Any = fx.ragged_paged_attention(
-        query,
-        key,
-        value,
-        flashxla_caches[module.layer_idx],
-        flashxla_step.context_lens,
-        flashxla_step.block_tables,
-        flashxla_step.query_start_loc,
-        flashxla_step.num_seqs,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        soft_cap=softcap,
-        s_aux=s_aux,
-    )
-    return out[None], None
 
 
 def _probe(
@@ -141,7 +98,7 @@ class _LayerCall:
         caches = [(keys, values)] * (self.module.layer_idx + 1)
         step = one_token().to(self.key.device)
         try:
-            paged_attention(
+            own_cache.attention(
                 self.module,
                 self.query,
                 self.key,
@@ -203,5 +160,4 @@ def _compute_one_token(model: PreTrainedModel) -> dict[int, _LayerCall]:
     return calls
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
 AttentionInterface.register(PROBE, _probe)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flashxla.generate.attention import ATTENTION, Caches, LayerShape, check_one_program, probe_layers
+from flashxla.generate.attention import ATTENTION, LayerShape, check_one_program, probe_layers
 from flashxla.generate.batch import StepInputs
 from flashxla.generate.checkpoint import Checkpoint, some
 from flashxla.generate.errors import GenerateError, describe, warn
 from flashxla.generate.experts import EXPERTS
 from flashxla.generate.scheduler import Limits
+from flashxla.transformers.own_cache import Caches
 
 # Masks that the ops cannot express are no option to leave out silently.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -1,0 +1,157 @@
+"""transformers' attention interface: what every layer of a model calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import flashxla.torch as fx
+from flashxla.transformers import continuous_batching, masks, rows
+from flashxla.transformers.arguments import Options, options_of
+from flashxla.transformers.rows import Batch
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cache: Any = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """A layer's attention.
+
+    Args:
+        module: the layer.
+        query, key, value: [B, Hq, Sq, D], [B, Hk, Sk, D] and [B, Hk, Sk, Dv].
+        attention_mask: see masks.spans.
+        cache: a PagedAttentionCache in continuous batching.
+        position_ids: [B, Sq]; without a mask, a position that is not one more than the last begins a sequence.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the sequences of a packed batch, if they are known.
+        arguments: see arguments.Options.
+
+    Returns:
+        [B, Sq, Hq, Dv], and None in place of the weights.
+
+    Raises:
+        ValueError: what the operations cannot express.
+    """
+    options = options_of(module, arguments)
+    query, key, value = _autocast(query, key, value)
+    if cache is not None and cu_seq_lens_q is not None:
+        paged = continuous_batching.Step(
+            cache, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, arguments
+        )
+        return continuous_batching.attention(module, query, key, value, paged, options), None
+    if attention_mask is not None and attention_mask.dim() == 4 and not masks.is_spans(attention_mask):
+        raise ValueError(
+            f'attn_implementation="flashxla": got an attention_mask {list(attention_mask.shape)}; accepted: None or '
+            '[batch, keys], which says what is padding. Load the model with attn_implementation="sdpa"'
+        )
+    batch = Batch(query.shape[0], query.shape[2], key.shape[2])
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and None not in (max_length_q, max_length_k):
+        offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (int(max_length_q), int(max_length_k))
+        out = _packed(query, key, value, offsets, longest, options)
+    elif attention_mask is not None:
+        out = _padded(query, key, value, attention_mask, options)
+    elif (
+        position_ids is not None
+        and batch.queries == batch.keys > 1
+        and (found := rows.packed(position_ids, batch.rows, batch.keys))
+    ):
+        starts, length = found
+        out = _packed(query, key, value, (starts, starts), (length, length), options)
+    else:
+        out = _rows(query, key, value, None, options)
+    return out.reshape(batch.rows, batch.queries, *out.shape[-2:]), None
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As PyTorch's own attention does under autocast."""
+    device = tensors[0].device.type
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    options: Options,
+) -> torch.Tensor:
+    """Sequences one after the other. Returns [T, Hq, Dv]."""
+    return fx.flash_attn_varlen_func(
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        longest[0],
+        offsets[0].to(torch.int32),
+        longest[1],
+        offsets[1].to(torch.int32),
+        **options.flash_attn(),
+    )
+
+
+def _padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
+) -> torch.Tensor:
+    if masks.is_spans(mask):
+        return _rows(query, key, value, mask, options)
+    # Tokens that may not lie together, as flash-attention's own unpadding has it.
+    key, value = (x[:, :, : mask.shape[1]] for x in (key, value))
+    order_q, order_k, spans = rows.together(mask, query.shape[2])
+    query, key, value = (
+        x.take_along_dim(order[:, None, :, None], dim=2)
+        for x, order in ((query, order_q), (key, order_k), (value, order_k))
+    )
+    out = _rows(query, key, value, spans, options)
+    out = out.reshape(query.shape[0], query.shape[2], *out.shape[-2:])
+    return out.take_along_dim(order_q.argsort(dim=1)[:, :, None, None], dim=1)
+
+
+def _rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor | None, options: Options
+) -> torch.Tensor:
+    """One sequence a row. Returns [B * Sq, Hq, Dv]."""
+    batch = Batch(query.shape[0], query.shape[2], key.shape[2])
+    arguments = {**options.flash_attn(), "max_seqlen_q": batch.queries, "max_seqlen_k": batch.keys}
+    if _needs_gradients(query, key, value) or _lies_flat(key, batch):
+        at = rows.dense(batch, spans, query.device)
+        return fx.flash_attn_varlen_func(_flat(query), _flat(key), _flat(value), **at._asdict(), **arguments)
+    # A cache's keys where they are: each row is a page.
+    pages = rows.paged(batch, spans, query.device)
+    return fx.flash_attn_varlen_func(_flat(query), key, value, layout="HND", **pages._asdict(), **arguments)
+
+
+def _needs_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _lies_flat(key: torch.Tensor, batch: Batch) -> bool:
+    """Whether keys [B, Hk, Sk, D] are tokens one after the other in memory, as a projection makes them."""
+    if key.device.type in ("cpu", "cuda"):
+        return key.transpose(1, 2).is_contiguous()
+    return (
+        batch.queries == batch.keys
+    )  # XLA decides how its tensors lie: those of a cache are more than the queries
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] to [B * S, H, D]."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])

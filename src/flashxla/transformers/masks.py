@@ -1,0 +1,152 @@
+"""The masks of transformers' models, as the spans of tokens that are real.
+
+transformers asks for the mask of a forward once, and hands what it gets to every layer. Causal masks and windows the
+operations know by themselves. What is left is padding: of each row of a batch, which queries and which keys are
+tokens. As long as they lie together, four numbers a row say so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+# A mask of spans is int32 [B, 1, 1, 4]: the first query that is a token and the first after them, and the same of the
+# keys. It has four dimensions because transformers hands on such masks as they are.
+SPANS_SHAPE = (1, 1, 4)
+
+_WINDOWS = {
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+}
+_EXPRESSIBLE = {
+    causal_mask_function.__qualname__,
+    bidirectional_mask_function.__qualname__,
+    *_WINDOWS,
+    # interface.attention finds them by the positions' restarts.
+    "packed_sequence_mask_function.<locals>.inner_mask",
+    # transformers refuses sequences longer than a chunk itself, and one chunk is causal.
+    "chunked_overlay.<locals>.inner_mask",
+}
+_COMBINED = {
+    "and_masks.<locals>.and_mask": "mask_functions",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
+}
+
+
+def spans(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str | None = None,
+    **_: Any,
+) -> torch.Tensor | None:
+    """The mask of a forward: transformers' mask interface.
+
+    Args:
+        q_offset, kv_offset: the positions of the first query and of the first key. A static cache's q_offset is a
+            tensor.
+        mask_function: what transformers' other implementations evaluate for each query and key.
+        attention_mask: bool [B, M], which of the positions up to the last query's are tokens; None is all.
+        use_vmap, allow_is_causal_skip: whether mask_function has parts of the model's own, and whether it may be more
+            than causal.
+
+    Returns:
+        None: all queries and keys are tokens. int32 [B, 1, 1, 4]: the spans of those that are. bool [B, M']: which
+        keys are, where they may not lie together; the last q_length are the queries.
+
+    Raises:
+        ValueError: a mask that the operations cannot express.
+    """
+    if torch.compiler.is_compiling():
+        # The compiler does not let a program look into functions that the program makes.
+        if use_vmap or (attention_mask is not None and q_length > 1 and not allow_is_causal_skip):
+            raise _cannot_express("more than padding")
+        causal = queries_are_keys = mask_function is not bidirectional_mask_function
+    else:
+        parts = _parts(mask_function)
+        causal = causal_mask_function.__qualname__ in parts
+        queries_are_keys = causal or not parts.isdisjoint(_WINDOWS)
+    if attention_mask is None:
+        # What a static cache holds behind the last query is no token. Encoders' keys all are.
+        if not causal or (isinstance(q_offset, int) and kv_offset + kv_length <= q_offset + q_length):
+            return None
+        end = torch.as_tensor(q_offset + q_length, device=device).to(torch.int32).reshape(1, 1)
+        tokens = torch.cat([torch.zeros_like(end), end], dim=1).expand(batch_size, 2)
+        return _spans(tokens, q_length, q_offset, kv_length, kv_offset, queries_are_keys)
+    if not reads_values(attention_mask):
+        return attention_mask[:, kv_offset:]
+    if causal:
+        attention_mask = attention_mask[:, : int(q_offset) + q_length]
+    count = attention_mask.sum(1)
+    first = attention_mask.int().argmax(1)
+    end = torch.where(count > 0, attention_mask.shape[1] - attention_mask.flip(1).int().argmax(1), first)
+    every, together = torch.stack([attention_mask.all(), (end - first == count).all()]).tolist()
+    if every and attention_mask.shape[1] >= kv_offset + kv_length:
+        return None
+    if not together:
+        return attention_mask[:, kv_offset:]
+    tokens = torch.stack([first, end], dim=1).to(torch.int32)
+    return _spans(tokens, q_length, q_offset, kv_length, kv_offset, queries_are_keys)
+
+
+def reads_values(tensor: torch.Tensor) -> bool:
+    """Whether a program may look at a tensor's values: not where it is compiled, which XLA's tensors always are."""
+    return (
+        not torch.compiler.is_compiling() and tensor.device.type in ("cpu", "cuda") and not _is_fake(tensor)
+    )
+
+
+def is_spans(mask: torch.Tensor) -> bool:
+    """Whether a mask is one of spans."""
+    return mask.dtype == torch.int32 and mask.shape[1:] == SPANS_SHAPE
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or (
+        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _spans(
+    tokens: torch.Tensor,
+    q_length: int,
+    q_offset: int | torch.Tensor,
+    kv_length: int,
+    kv_offset: int,
+    queries_are_keys: bool,
+) -> torch.Tensor:
+    """tokens: int32 [B, 2], the positions of the first token and of the first after them."""
+    keys = (tokens - kv_offset).clamp(0, kv_length)
+    queries = torch.zeros_like(tokens)
+    queries[:, 1] = q_length
+    if queries_are_keys:
+        queries = (tokens - q_offset).clamp(0, q_length).to(torch.int32)
+    return torch.cat([queries, keys], dim=1)[:, None, None]
+
+
+def _parts(function: Callable[..., Any]) -> set[str]:
+    """The names of the functions that a mask function is the conjunction of. Raises ValueError for any other."""
+    name = function.__qualname__
+    if name in _EXPRESSIBLE:
+        return {name}
+    if name in _COMBINED:
+        inner = inspect.getclosurevars(function).nonlocals[_COMBINED[name]]
+        return set().union(*[_parts(part) for part in (inner if isinstance(inner, tuple) else (inner,))])
+    raise _cannot_express(name)
+
+
+def _cannot_express(what: str) -> ValueError:
+    return ValueError(
+        f'attn_implementation="flashxla": the model asks for a mask with {what}; accepted: causal masks, sliding '
+        'windows, padding and packed sequences. Load the model with attn_implementation="sdpa"'
+    )

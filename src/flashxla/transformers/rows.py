@@ -1,0 +1,142 @@
+"""The sequences of a padded or packed batch, as the operations take them: offsets, lengths and pages."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from flashxla.transformers.masks import reads_values
+from flashxla.transformers.once import once
+
+
+class Paged(NamedTuple):
+    """Keys [B, Hk, Sk, D] as pages of one row each: arguments of flash_attn_varlen_func."""
+
+    cu_seqlens_q: torch.Tensor
+    seqused_k: torch.Tensor
+    leftpad_k: torch.Tensor | None
+    block_table: torch.Tensor
+
+
+class Dense(NamedTuple):
+    """Keys [B * Sk, Hk, D]: arguments of flash_attn_varlen_func."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seqused_k: torch.Tensor | None
+
+
+class Batch(NamedTuple):
+    """The shape of a call: rows, queries and keys of each."""
+
+    rows: int
+    queries: int
+    keys: int
+
+
+def paged(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Paged:
+    """spans: see masks.spans."""
+    rows = torch.arange(batch.rows, dtype=torch.int32, device=device)
+    if spans is None:
+        return Paged(
+            _offsets(batch.rows, batch.queries, device),
+            torch.full_like(rows, batch.keys),
+            None,
+            rows[:, None],
+        )
+    return once(spans, ("paged", batch), lambda: _paged(batch, spans, rows))
+
+
+def dense(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Dense:
+    """spans: see masks.spans."""
+    if spans is None:
+        offsets_q, offsets_k = (
+            _offsets(batch.rows, length, device) for length in (batch.queries, batch.keys)
+        )
+        return Dense(offsets_q, offsets_k, seqused_k=None)
+    return once(spans, ("dense", batch), lambda: _dense(batch, spans))
+
+
+def _paged(batch: Batch, spans: torch.Tensor, rows: torch.Tensor) -> Paged:
+    first_query, _, first_key, end_key = spans[:, 0, 0].unbind(1)
+    if batch.queries == 1:
+        # One that is no token sees nothing.
+        used = torch.where(first_query == spans[:, 0, 0, 1], 0, end_key)
+        offsets = _offsets(batch.rows, 1, spans.device)
+        return Paged(offsets, used.to(torch.int32), first_key.contiguous(), rows[:, None])
+    tables = _between(rows)
+    return Paged(_bounds(spans, 0, batch.queries), _between(end_key), _between(first_key), tables[:, None])
+
+
+def _dense(batch: Batch, spans: torch.Tensor) -> Dense:
+    _, _, first_key, end_key = spans[:, 0, 0].unbind(1)
+    return Dense(
+        _bounds(spans, 0, batch.queries),
+        _bounds(spans, 2, batch.keys),
+        seqused_k=_between(end_key - first_key),
+    )
+
+
+def _bounds(spans: torch.Tensor, column: int, length: int) -> torch.Tensor:
+    """Offsets int32 [2 * B + 2] of 2 * B + 1 sequences: every other one is a row's tokens, between them is padding."""
+    starts = length * torch.arange(spans.shape[0], dtype=torch.int32, device=spans.device)
+    bounds = (spans[:, 0, 0, column : column + 2] + starts[:, None]).flatten()
+    ends = bounds.new_tensor([0, length * spans.shape[0]])
+    return torch.cat([ends[:1], bounds, ends[1:]])
+
+
+def _between(values: torch.Tensor) -> torch.Tensor:
+    """Of the sequences of `_bounds`: a row's value for its tokens, 0 for the padding between."""
+    spread = torch.stack([torch.zeros_like(values), values], dim=1).flatten()
+    return torch.cat([spread, spread.new_zeros(1)]).to(torch.int32)
+
+
+def packed(position_ids: torch.Tensor, rows: int, length: int) -> tuple[torch.Tensor, int] | None:
+    """Offsets int32 [S + 1] of sequences packed in rows, and the longest; None if each row is one.
+
+    A sequence begins where a position is not one more than the one before it, as in transformers' own masks.
+    """
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != length:
+        return None
+    if torch.compiler.is_compiling() or position_ids.is_inference():
+        return _packed(position_ids, rows)
+    # A caller may write the next batch's positions into the same tensor.
+    return once(position_ids, ("packed", rows, position_ids._version), lambda: _packed(position_ids, rows))
+
+
+def _packed(position_ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, int] | None:
+    positions = position_ids.expand(rows, -1)
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    total = positions.numel()
+    if reads_values(position_ids):
+        offsets = starts.flatten().nonzero().flatten().tolist()
+        if len(offsets) == rows:
+            return None
+        offsets.append(total)
+        longest = max(end - start for start, end in itertools.pairwise(offsets))
+        return torch.tensor(offsets, dtype=torch.int32, device=position_ids.device), longest
+    # As many sequences as tokens, of which those at the end are empty.
+    tokens = torch.arange(total, dtype=torch.int32, device=position_ids.device)
+    begins = torch.where(starts.flatten(), tokens, total).sort().values
+    return torch.cat([begins, begins.new_full((1,), total)]).to(torch.int32), positions.shape[1]
+
+
+def together(tokens: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For tokens that do not lie together: orders of the queries and of the keys in which they do, and their spans.
+
+    tokens: bool [B, M], which keys are; the last `queries` are the queries. Returns int64 [B, queries], int64 [B, M]
+    and int32 [B, 1, 1, 4].
+    """
+    orders, ends = [], []
+    for part in (tokens[:, -queries:], tokens):
+        orders.append(part.logical_not().int().argsort(dim=1, stable=True))
+        ends.append(part.sum(1, dtype=torch.int32))
+    zero = torch.zeros_like(ends[0])
+    return orders[0], orders[1], torch.stack([zero, ends[0], zero, ends[1]], dim=1)[:, None, None]
+
+
+def _offsets(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    return length * torch.arange(rows + 1, dtype=torch.int32, device=device)
