@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import transformers
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
+import flashxla.transformers
 from flashxla.transformers import continuous_batching, interface, masks
 from tests.transformers.conftest import Make
 from tests.transformers.test_models import ids_of
@@ -92,3 +95,14 @@ def test_other_paged_caches(model: Any, cache: Any, got: str) -> None:
         ValueError, match=rf"the paged cache of transformers .* has {got}.*; accepted: continuous"
     ):
         continuous_batching.attention(model.model.layers[0].self_attn, q, q, q, step, None)  # type: ignore[arg-type]
+
+
+def test_command_line_of_transformers() -> None:
+    """`transformers serve` takes this name, and knows it once ours is enabled."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    assert flashxla.transformers.KERNEL_NAME in transformers.AttentionInterface._global_mapping
+    ModelManager(attn_implementation=flashxla.transformers.KERNEL_NAME)
+    command = [sys.executable, "-m", "flashxla.transformers", "serve", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "--attn-implementation" in done.stdout, done.stderr

@@ -9,6 +9,8 @@ See docs/transformers.md.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 try:
     import transformers as _transformers
 except ImportError as error:
@@ -18,6 +20,7 @@ except ImportError as error:
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import flashxla
 from flashxla.transformers import interface, loading, masks, own_cache
 
 # The attention implementations that `enable` adds. The second is the same for tools that take the names of kernels on
@@ -25,6 +28,9 @@ from flashxla.transformers import interface, loading, masks, own_cache
 NAME = "flashxla"
 KERNEL_NAME = "flashxla/attention"
 OWN_CACHE = "flashxla_own_cache"
+
+# The folder of the small model in the package, for trying things out.
+DEFAULT_MODEL = Path(flashxla.__file__).parent / "generate" / "default_model"
 
 
 def enable() -> None:
@@ -44,4 +50,4 @@ def enable() -> None:
     AttentionInterface.register(OWN_CACHE, own_cache.attention)
 
 
-__all__ = ["KERNEL_NAME", "NAME", "OWN_CACHE", "enable"]
+__all__ = ["DEFAULT_MODEL", "KERNEL_NAME", "NAME", "OWN_CACHE", "enable"]
