@@ -8,7 +8,7 @@ and nothing is copied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -22,7 +22,10 @@ from flashxla import setup_custom_call
 from flashxla.jax_context_parallel import merge_attn_states_over, ring_attention, ring_order
 from flashxla.jax_functions import call
 from flashxla.ops import OPS
+from flashxla.ops.aliases import with_aliases
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
+from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS
+from flashxla.ops.kv_cache_forms import Form as KVCacheForm
 from flashxla.ops.op import Op
 from flashxla.xla import registration
 
@@ -49,13 +52,44 @@ def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., A
     return function
 
 
-def _form(form: Callable[..., Form]) -> Callable[..., Any]:
-    def tensor_of(offsets: Offsets, q: jax.Array) -> jax.Array:
-        return offsets.length * jnp.arange(offsets.sequences + 1, dtype=jnp.int32)
+class _KVCache:
+    """What the forms over a KV cache need: see kv_cache_forms.Frontend."""
 
+    def tensor_of(self, offsets: Offsets, like: Any) -> jax.Array:
+        return _tensor_of(offsets, like)
+
+    def concatenate(self, parts: Sequence[Any]) -> jax.Array:
+        return jnp.concatenate(list(parts), -1)
+
+    def attend(self, **arguments: Any) -> Any:
+        return _FUNCTIONS["flash_attn_varlen_func"](**arguments)
+
+    def write(
+        self, key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str
+    ) -> tuple[Any, Any]:
+        return _FUNCTIONS["reshape_and_cache_flash"](key, value, *caches, slots, layout=layout)
+
+    def returned(self, results: tuple[Any, ...], caches: tuple[Any, Any]) -> Any:
+        return (*results, caches) if results else caches
+
+
+def _kv_cache_form(form: Callable[..., KVCacheForm]) -> Callable[..., Any]:
     @functools.wraps(form)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return form(*args, **kwargs).call(_FUNCTIONS["flash_attn_varlen_func"], tensor_of)
+        return form(*args, **kwargs)(_KVCache())
+
+    function.__module__ = __name__
+    return function
+
+
+def _tensor_of(offsets: Offsets, like: Any) -> jax.Array:
+    return offsets.length * jnp.arange(offsets.sequences + 1, dtype=jnp.int32)
+
+
+def _form(form: Callable[..., Form]) -> Callable[..., Any]:
+    @functools.wraps(form)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return form(*args, **kwargs).call(_FUNCTIONS["flash_attn_varlen_func"], _tensor_of)
 
     function.__module__ = __name__
     return function
@@ -63,6 +97,8 @@ def _form(form: Callable[..., Form]) -> Callable[..., Any]:
 
 _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
 _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
+_FUNCTIONS |= {form.__name__: _kv_cache_form(form) for form in KV_CACHE_FORMS}
+_FUNCTIONS = {name: with_aliases(function) for name, function in _FUNCTIONS.items()}
 globals().update(_FUNCTIONS)
 
 __all__ = [

@@ -107,15 +107,15 @@ def _dense(
     function: str, q: Any, k: Any, v: Any, options: Options, names: dict[str, str] | None = None
 ) -> Form:
     """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]."""
-    batch, len_q, *_ = _shape(function, "q", q, "B Sq Hq D")
-    _, len_k, *_ = _shape(function, "k", k, "B Sk Hk D", B=batch)
-    _shape(function, "v", v, "B Sk Hk Dv", B=batch, Sk=len_k)
+    batch, len_q, *_ = shape_of(function, "q", q, "B Sq Hq D")
+    _, len_k, *_ = shape_of(function, "k", k, "B Sk Hk D", B=batch)
+    shape_of(function, "v", v, "B Sk Hk Dv", B=batch, Sk=len_k)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     queries, keys = ((Offsets(batch, length), length) for length in (len_q, len_k))
     return _form(function, (q, k, v), queries, keys, options, names or {}, dense=(batch, len_q))
 
 
-def _shape(function: str, name: str, tensor: Any, dims: str, **sizes: int) -> tuple[int, ...]:
+def shape_of(function: str, name: str, tensor: Any, dims: str, **sizes: int) -> tuple[int, ...]:
     """The shape of a tensor of these dims, some of which have a size. Raises TypeError and ValueError."""
     wanted = [int(s) if s.isdigit() else sizes.get(s, s) for s in dims.split()]
 
@@ -190,7 +190,7 @@ def flash_attn_kvpacked_func(
     The other arguments, the results and the errors are those of flash_attn_func.
     """
     name = "flash_attn_kvpacked_func"
-    _shape(name, "kv", kv, "B Sk 2 Hk D")
+    shape_of(name, "kv", kv, "B Sk 2 Hk D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options, _OF_KV)
 
@@ -214,7 +214,7 @@ def flash_attn_qkvpacked_func(
     The other arguments, the results and the errors are those of flash_attn_func.
     """
     name = "flash_attn_qkvpacked_func"
-    _shape(name, "qkv", qkv, "B S 3 H D")
+    shape_of(name, "qkv", qkv, "B S 3 H D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options, _OF_QKV)
 
@@ -249,7 +249,7 @@ def flash_attn_varlen_kvpacked_func(
     The other arguments and the errors are those of flash_attn_func.
     """
     name = "flash_attn_varlen_kvpacked_func"
-    _shape(name, "kv", kv, "Tk 2 Hk D")
+    shape_of(name, "kv", kv, "Tk 2 Hk D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _form(
         name,
@@ -287,7 +287,7 @@ def flash_attn_varlen_qkvpacked_func(
     The other arguments and the errors are those of flash_attn_func.
     """
     name = "flash_attn_varlen_qkvpacked_func"
-    _shape(name, "qkv", qkv, "T 3 H D")
+    shape_of(name, "qkv", qkv, "T 3 H D")
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _form(
         name,

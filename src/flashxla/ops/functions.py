@@ -12,16 +12,19 @@ from flashxla.ops.flash_attn_forms import (
 )
 from flashxla.ops.flash_attn_varlen import flash_attn_varlen_func
 from flashxla.ops.kv_cache import reshape_and_cache, reshape_and_cache_flash
+from flashxla.ops.kv_cache_forms import append_paged_kv_cache, flash_attn_with_kvcache
 from flashxla.ops.merge_states import merge_attn_states
 from flashxla.ops.paged_attention import paged_attention, ragged_paged_attention
 
 __all__ = [
+    "append_paged_kv_cache",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "merge_attn_states",
     "paged_attention",
     "ragged_paged_attention",

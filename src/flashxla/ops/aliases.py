@@ -1,0 +1,35 @@
+"""Other names of arguments: what newer versions of flash-attention call them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flashxla.ops.messages import in_words_of, value_error
+
+ALIASES = {"page_table": "block_table", "learnable_sink": "s_aux", "return_lse": "return_softmax_lse"}
+FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
+
+
+def with_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A public function that also takes the other names, if it is one of those. Its errors use the caller's."""
+    name = function.__name__
+    if name not in FUNCTIONS:
+        return function
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        used = {ALIASES[other]: other for other in kwargs if other in ALIASES}
+        if not used:
+            return function(*args, **kwargs)
+        for ours, other in used.items():
+            if ours in kwargs:
+                raise value_error(name, other, f"it beside {ours}", "one of them: they are the same argument")
+            kwargs[ours] = kwargs.pop(other)
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise in_words_of(error, name, used) from error
+
+    return named

@@ -1,0 +1,274 @@
+"""Functions of other libraries over a KV cache, as calls of ours, for every front end.
+
+Such a function takes the arguments of the other library's function of its name and returns a `Form`: what a front end
+does to make the call. It uses arithmetic, indexing and reshape() of tensors, which all frameworks have, and what
+`Frontend` has beside.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from flashxla.ops.cache_format import PAIR_DIMS
+from flashxla.ops.flash_attn_forms import Offsets, Window, shape_of
+from flashxla.ops.messages import in_words_of, type_error, value_error
+
+
+class Frontend(Protocol):
+    """What a form needs of a front end."""
+
+    def tensor_of(self, offsets: Offsets, like: Any) -> Any:
+        """Offsets as an int32 tensor where another tensor is."""
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Tensors behind one another, along the last dimension."""
+
+    def attend(self, **arguments: Any) -> Any:
+        """Call flash_attn_varlen_func."""
+
+    def write(
+        self, key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str
+    ) -> tuple[Any, Any]:
+        """Call reshape_and_cache_flash. Returns the caches as they are then."""
+
+    def returned(self, results: tuple[Any, ...], caches: tuple[Any, Any]) -> Any:
+        """What a call that updates caches returns."""
+
+
+Form = Callable[[Frontend], Any]
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Any = None,
+) -> Form:
+    """Write new keys and values into a cache, and attend to it: reshape_and_cache_flash and flash_attn_varlen_func.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        k_cache, v_cache: [Bc, Sc, Hk, D] and [Bc, Sc, Hk, Dv], or with block_table pages [P, page size, Hk, D] and
+            [P, page size, Hk, Dv]; updated in place if k and v are given.
+        k, v: [B, Sk, Hk, D] and [B, Sk, Hk, Dv], new keys and values, that go behind those in the cache. One that has
+            no place there is not written.
+        rotary_cos, rotary_sin: [positions, R / 2]; the first R elements of each head of q and k are turned, k's by its
+            position, q's also where causal or a window is given, else all by that of the first new key.
+        cache_seqlens: int32 [B] or a number, how many keys the cache holds of each sequence before the new ones; None
+            is Sc, without k and v.
+        cache_batch_idx: int32 [B], the cache's rows of the sequences; None is 0, 1, 2 and so on. Not with block_table.
+        cache_leftpad: int32 [B], how many first keys to mask.
+        block_table: int32 [B, M], the pages of each sequence. Also page_table.
+        rotary_interleaved: elements 0 and 1, 2 and 3 and so on are turned together; else i and i + R / 2.
+        alibi_slopes: float32 [Hq] or [B, Hq].
+        num_splits: taken and not used: the kernels decide.
+        return_softmax_lse: also return the LSE. Also return_lse.
+        s_aux: [Hq] attention sinks. Also learnable_sink.
+        softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
+
+    Returns:
+        out [B, Sq, Hq, Dv]; with return_softmax_lse (out, LSE float32 [B, Hq, Sq]). In JAX, where k and v are given,
+        the new (k_cache, v_cache) behind them.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes, arguments that do not go together.
+
+    Semantics of flash-attention's flash_attn_with_kvcache.
+    """
+    function = "flash_attn_with_kvcache"
+    batch, len_q, *_ = shape_of(function, "q", q, "B Sq Hq D")
+    if block_table is None:
+        _, size, *_ = shape_of(function, "k_cache", k_cache, "Bc Sc Hk D")
+    else:
+        _, size, *_ = shape_of(function, "k_cache", k_cache, "P page_size Hk D")
+        shape_of(function, "block_table", block_table, "B M", B=batch)
+        if cache_batch_idx is not None:
+            raise value_error(
+                function, "cache_batch_idx", "a tensor beside block_table", "None: pages have no rows"
+            )
+    if (k is None) != (v is None):
+        raise type_error(function, "v" if v is None else "k", "None", "k and v, or neither")
+    if k is not None and cache_seqlens is None:
+        raise type_error(function, "cache_seqlens", "None", "where k and v go: int32 [B] or a number")
+    if (rotary_cos is None) != (rotary_sin is None):
+        missing = "rotary_sin" if rotary_sin is None else "rotary_cos"
+        raise type_error(function, missing, "None", "rotary_cos and rotary_sin, or neither")
+    if rotary_cos is not None and k is None:
+        raise value_error(function, "rotary_cos", "a tensor without k and v", "None: nothing is written")
+    for name, lengths in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx)):
+        if lengths is not None and not isinstance(lengths, numbers.Integral):
+            shape_of(function, name, lengths, "B", B=batch)
+    new = 0
+    if k is not None:
+        _, new, heads, _ = shape_of(function, "k", k, "B Sk Hk D", B=batch)
+        shape_of(function, "v", v, "B Sk Hk Dv", B=batch, Sk=new, Hk=heads)
+    if rotary_cos is not None:
+        positions, half = shape_of(function, "rotary_cos", rotary_cos, "positions R/2")
+        shape_of(function, "rotary_sin", rotary_sin, "positions R/2", positions=positions, **{"R/2": half})
+
+    def call(frontend: Frontend) -> Any:
+        rows, first = (frontend.tensor_of(Offsets(count, 1), q)[:-1] for count in (batch, max(len_q, new)))
+        table = block_table
+        if table is None:
+            table = (rows if cache_batch_idx is None else cache_batch_idx)[:, None]
+        held: Any = size if cache_seqlens is None else cache_seqlens
+        if isinstance(held, numbers.Integral):
+            held = rows * 0 + held
+        query, key, caches = q, k, (k_cache, v_cache)
+        if rotary_cos is not None:
+            starts = held if cache_leftpad is None else held - cache_leftpad
+            positions = starts[:, None] + first[None]
+            turn = functools.partial(_turn, frontend, rotary_cos, rotary_sin, rotary_interleaved)
+            moving = causal or tuple(window_size or (-1, -1)) != (-1, -1)
+            query = turn(q, positions[:, :len_q] if moving else starts[:, None] + first[None, :len_q] * 0)
+            key = turn(k, positions[:, :new])
+        if k is not None:
+            slots = _slots(table, rows, held[:, None] + first[None, :new], size)
+            key, value = (x.reshape(-1, *x.shape[2:]) for x in (key, v))
+            caches = frontend.write(key, value, caches, slots.reshape(-1), "NHD")
+        results = frontend.attend(
+            q=query.reshape(-1, *query.shape[2:]),
+            k=caches[0],
+            v=caches[1],
+            cu_seqlens_q=frontend.tensor_of(Offsets(batch, len_q), q),
+            max_seqlen_q=len_q,
+            max_seqlen_k=table.shape[1] * size,
+            seqused_k=held + new,
+            block_table=table,
+            leftpad_k=cache_leftpad,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            s_aux=s_aux,
+            return_softmax_lse=return_softmax_lse,
+        )
+        out, *lse = results if return_softmax_lse else (results,)
+        shaped = (
+            out.reshape(batch, len_q, *out.shape[1:]),
+            *(x.reshape(x.shape[0], batch, len_q).swapaxes(0, 1) for x in lse),
+        )
+        if k is not None:
+            return frontend.returned(shaped, caches)
+        return shaped if lse else shaped[0]
+
+    return _worded(function, call, {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"} | _OF_CACHES)
+
+
+def append_paged_kv_cache(
+    append_key: Any,
+    append_value: Any,
+    batch_indices: Any,
+    positions: Any,
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any = None,
+    kv_layout: str = "NHD",
+) -> Form:
+    """Write new keys and values into the pages of their sequences: reshape_and_cache_flash.
+
+    Args:
+        append_key, append_value: [T, Hk, D] and [T, Hk, Dv].
+        batch_indices, positions: int32 [T], the sequence of each token and its position there.
+        paged_kv_cache: (keys, values) by kv_layout, updated in place.
+        kv_indices: int32 [pages in use], the pages of all sequences, one sequence after the other.
+        kv_indptr: int32 [B + 1], offsets of the sequences in kv_indices. A position behind a sequence's pages is not
+            written.
+        kv_last_page_len: taken and not used: positions says it.
+        kv_layout: "NHD" [P, page size, Hk, D] or "HND" [P, Hk, page size, D].
+
+    Returns:
+        Nothing in PyTorch; (keys, values) in JAX.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes.
+
+    Semantics of FlashInfer's append_paged_kv_cache.
+    """
+    function = "append_paged_kv_cache"
+    tokens, *_ = shape_of(function, "append_key", append_key, "T Hk D")
+    for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
+        shape_of(function, name, tensor, "T", T=tokens)
+    if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
+        got = f"{type(paged_kv_cache).__name__}"
+        raise type_error(function, "paged_kv_cache", got, "a pair (keys, values)")
+    if kv_layout not in PAIR_DIMS:
+        raise value_error(function, "kv_layout", repr(kv_layout), ", ".join(map(repr, PAIR_DIMS)))
+    keys, values = paged_kv_cache
+    dims = PAIR_DIMS[kv_layout]
+    size = shape_of(function, "paged_kv_cache", keys, dims)[dims.split().index("B")]
+
+    def call(frontend: Frontend) -> Any:
+        place = kv_indptr[batch_indices] + positions // size
+        within = (positions >= 0) & (place < kv_indptr[batch_indices + 1])
+        page = kv_indices[(place * within).clip(0, max(kv_indices.shape[0] - 1, 0))]
+        slots = (page * size + positions % size + 1) * within - 1
+        caches = frontend.write(append_key, append_value, (keys, values), slots, kv_layout)
+        return frontend.returned((), caches)
+
+    return _worded(function, call, {"key": "append_key", "value": "append_value"})
+
+
+_OF_CACHES = {"key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache"}
+
+
+def _worded(function: str, call: Form, names: dict[str, str]) -> Form:
+    """A form whose errors name this function and its arguments."""
+
+    def worded(frontend: Frontend) -> Any:
+        try:
+            return call(frontend)
+        except (TypeError, ValueError) as error:
+            raise in_words_of(error, function, names) from error
+
+    return worded
+
+
+def _slots(table: Any, rows: Any, positions: Any, size: int) -> Any:
+    """Slots of positions [B, S] in the pages of a table [B, M]; -1 for those behind its last."""
+    page = positions // size
+    within = (positions >= 0) & (page < table.shape[1])
+    found = table[rows[:, None], page.clip(0, max(table.shape[1] - 1, 0))]
+    return ((found * size + positions % size) + 1) * (within & (found >= 0)) - 1
+
+
+def _turn(frontend: Frontend, cos: Any, sin: Any, interleaved: bool, x: Any, positions: Any) -> Any:
+    """Rotary embedding of [B, S, H, D] at positions [B, S]; a position behind the last is that."""
+    at = positions.clip(0, cos.shape[0] - 1)
+    cos, sin = (table[at][:, :, None] for table in (cos, sin))
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    parts = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        parts = tuple(part[..., None] for part in parts)
+    together = frontend.concatenate(parts).reshape(turned.shape)
+    return frontend.concatenate([together, rest])
+
+
+KV_CACHE_FORMS = (flash_attn_with_kvcache, append_paged_kv_cache)
