@@ -326,10 +326,10 @@ class TorchaxJitFrontend(TorchaxFrontend):
     name = "torchax_jit"
 
     def call(self, function: Callable[..., Any], tensors: dict[str, Any], scalars: dict[str, Any]) -> Any:
-        updated = {
-            name: tensors[name] for name in ("key_cache", "value_cache", "kv_cache") if name in tensors
-        }
-        if function.__name__ in ("flash_attn_varlen_func", "paged_attention"):
+        names = ("key_cache", "value_cache", "kv_cache", "k_cache", "v_cache", "paged_kv_cache")
+        updated = {name: tensors[name] for name in names if name in tensors}
+        writes_none = function.__name__ == "flash_attn_with_kvcache" and "k" not in tensors
+        if function.__name__ in ("flash_attn_varlen_func", "paged_attention") or writes_none:
             updated = {}  # which read it
         others = {name: x for name, x in tensors.items() if name not in updated}
 

@@ -130,7 +130,7 @@ def flash_attn_with_kvcache(
         rows, first = (frontend.tensor_of(Offsets(count, 1), q)[:-1] for count in (batch, max(len_q, new)))
         table = block_table
         if table is None:
-            table = (rows if cache_batch_idx is None else cache_batch_idx)[:, None]
+            table = (rows if cache_batch_idx is None else cache_batch_idx).reshape(batch, 1)
         held: Any = size if cache_seqlens is None else cache_seqlens
         if isinstance(held, numbers.Integral):
             held = rows * 0 + held
