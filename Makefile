@@ -16,8 +16,8 @@ NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy \
-  lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
+.PHONY: help demo test lint format build cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
+  vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,10 +64,10 @@ wheel: .venv-wheel/packages  ## dist: flashxla's wheels for x86_64 and aarch64, 
 	@$(WHEEL_BIN)/python wheels/build.py cpu
 
 wheel-cuda: .venv-wheel/packages  ## dist: the wheel of the library for NVIDIA GPUs, flashxla-cuda12 or -cuda13 by nvcc's version
-	@$(WHEEL_BIN)/python wheels/build.py cuda --jobs $(JOBS) --architectures "$(WHEEL_CUDA_ARCHITECTURES)"
+	@$(if $(CUDACXX),CUDACXX=$(CUDACXX)) $(WHEEL_BIN)/python wheels/build.py cuda --jobs $(JOBS) --architectures "$(WHEEL_CUDA_ARCHITECTURES)"
 
-test-wheel: wheel  ## the wheels and the sdist, checked and installed into empty environments
-	@$(WHEEL_BIN)/python wheels/test.py
+test-wheel: wheel  ## the wheels and the sdist, checked and installed into empty environments (REQUIRE=3.11,3.12: must be there)
+	@$(WHEEL_BIN)/python wheels/test.py $(if $(REQUIRE),--require $(REQUIRE))
 
 .venv-wheel/packages: wheels/requirements.lock
 	@echo "== tools for wheels into .venv-wheel (about 200 MB to download, half a minute)"

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def main() -> int:
     args = parser.parse_args()
     DIST.mkdir(exist_ok=True)
     if args.what == "cpu":
-        files = [sdist(), *(wheel(ROOT, processor) for processor in zig.PROCESSORS)]
+        archive = sdist()
+        # From the sdist, so that it is known to build, and to be whole.
+        source = unpack(archive)
+        files = [archive, *(wheel("flashxla", source, processor, {}) for processor in zig.PROCESSORS)]
     else:
         files = [cuda_wheel(args.architectures, args.jobs)]
     for file in files:
@@ -48,9 +52,22 @@ def sdist() -> Path:
     return _build(ROOT, "--sdist", DIST, {}, {})
 
 
-def wheel(project: Path, processor: str, options: dict[str, str] | None = None, jobs: int = 2) -> Path:
+def unpack(archive: Path) -> Path:
+    """The source tree of an sdist."""
+    folder = BUILD / "sdist"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    # Its files are all of one date, by which no build knows what changed.
+    for processor in zig.PROCESSORS:
+        shutil.rmtree(BUILD / f"flashxla-{processor}", ignore_errors=True)
+    return source
+
+
+def wheel(name: str, project: Path, processor: str, options: dict[str, str], jobs: int = 2) -> Path:
     """A project's wheel for a processor, with the platform tag that auditwheel finds true."""
-    build = BUILD / f"{project.name if project != ROOT else 'flashxla'}-{processor}"
+    build = BUILD / f"{name}-{processor}"
     made = build / "untagged"
     shutil.rmtree(made, ignore_errors=True)
     raw = _build(
@@ -64,7 +81,7 @@ def wheel(project: Path, processor: str, options: dict[str, str] | None = None, 
             # A symbol that nothing defines is an error of the build, not of the first call.
             "cmake.define.CMAKE_SHARED_LINKER_FLAGS": "-Wl,-z,defs",
             "install.strip": "false",  # strip knows the processor of this machine alone
-            **(options or {}),
+            **options,
         },
         {
             "CXX": zig.command(processor),
@@ -78,7 +95,9 @@ def wheel(project: Path, processor: str, options: dict[str, str] | None = None, 
     _run(["auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", tagged, raw])
     (file,) = tagged.glob("*.whl")
     if not file.stem.endswith(zig.platform(processor)):
-        raise SystemExit(f"flashxla: {file.name} needs more than {zig.platform(processor)}: auditwheel show -v {raw}")
+        raise SystemExit(
+            f"flashxla: {file.name} needs more than {zig.platform(processor)}: auditwheel show -v {raw}"
+        )
     return Path(shutil.copy(file, DIST))
 
 
@@ -110,7 +129,7 @@ def cuda_wheel(architectures: str, jobs: int) -> Path:
         text = (template / source).read_text()
         target.write_text(re.sub("@([A-Z]+)@", lambda match: values[match[1]], text))
     options = {"cmake.define.FLASHXLA_CUDA_ARCHITECTURES": architectures}
-    return wheel(project, "x86_64", options, jobs)
+    return wheel(name, project, "x86_64", options, jobs)
 
 
 def _nvcc_version() -> tuple[int, int]:
