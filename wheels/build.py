@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import zig
@@ -118,6 +119,7 @@ def cuda_wheel(architectures: str, jobs: int) -> Path:
         "CUDA": str(version[0]),
         "VERSION": flashxla["project"]["version"],
         "REQUIRES": ", ".join(f'"{requirement}"' for requirement in flashxla["build-system"]["requires"]),
+        "ARCHITECTURES": architectures.replace(";", ", "),
         "SOURCE": os.path.relpath(ROOT, project),
     }
     template = ROOT / "wheels" / "cuda"
@@ -152,7 +154,15 @@ def _build(
     project: Path, kind: str, target: Path, options: dict[str, str], environment: dict[str, str]
 ) -> Path:
     """Let the project's build backend make a file, without an environment of its own: this one has what it needs."""
-    command = ["uv", "build", kind, "--quiet", "--no-build-isolation", "--python", sys.executable]
+    command: list[str | Path] = [
+        "uv",
+        "build",
+        kind,
+        "--quiet",
+        "--no-build-isolation",
+        "--python",
+        sys.executable,
+    ]
     command += ["--out-dir", target, *(f"-C{name}={value}" for name, value in options.items()), project]
     before = {file: file.stat().st_mtime_ns for file in target.glob("flashxla*")}
     _run(command, environment)
@@ -160,7 +170,7 @@ def _build(
     return file
 
 
-def _run(command: list[str | Path], environment: dict[str, str] | None = None) -> None:
+def _run(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> None:
     """Run one of the tools of this environment; what it says is shown if it fails."""
     path = f"{TOOLS}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

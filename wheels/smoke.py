@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-import sys
 from pathlib import Path
 
 import jax
@@ -90,4 +89,4 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.n
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
