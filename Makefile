@@ -5,16 +5,19 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 LEGACY_BIN := .venv-vllm-legacy/bin
 TORCHTPU_BIN := .venv-torchtpu/bin
+WHEEL_BIN := .venv-wheel/bin
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
 TEST_CUDA_ARCHITECTURES ?= 90a
+# What a wheel has code for; PTX serves the cards from 10.0 on.
+WHEEL_CUDA_ARCHITECTURES ?= 80;89;90a;100-virtual
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cuda cuda-for-test wheel lock vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy \
-  lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
+.PHONY: help demo test lint format build cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
+  vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,9 +59,27 @@ build/jaxlib: pyproject.toml .venv/packages
 	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $@ "$$(grep -oE 'jaxlib==[0-9.]+' pyproject.toml)"
 	@touch $@
 
-wheel: .venv/packages $(if $(CUDA),cuda)  ## dist/flashxla-*.whl, one for every Python; CUDA=1: with the library for GPUs
-	@$(BIN)/uv build --wheel --out-dir dist \
-	  $(if $(CUDA),-C cmake.define.FLASHXLA_CUDA_LIBRARY=$(CURDIR)/build/cuda/libflashxla_cuda.so)
+# Wheels have a small environment of their own: a compiler, and no framework.
+wheel: .venv-wheel/packages  ## dist: flashxla's wheels for x86_64 and aarch64, for every Python, and its sdist
+	@$(WHEEL_BIN)/python wheels/build.py cpu
+
+wheel-cuda: .venv-wheel/packages  ## dist: the wheel of the library for NVIDIA GPUs, flashxla-cuda12 or -cuda13 by nvcc's version
+	@$(if $(CUDACXX),CUDACXX=$(CUDACXX)) $(WHEEL_BIN)/python wheels/build.py cuda --jobs $(JOBS) --architectures "$(WHEEL_CUDA_ARCHITECTURES)"
+
+test-wheel: wheel  ## the wheels and the sdist, checked and installed into empty environments (REQUIRE=3.11,3.12: must be there)
+	@$(WHEEL_BIN)/python wheels/test.py $(if $(REQUIRE),--require $(REQUIRE))
+
+.venv-wheel/packages: wheels/requirements.lock
+	@echo "== tools for wheels into .venv-wheel (about 200 MB to download, half a minute)"
+	@$(PYTHON) -m venv --clear .venv-wheel
+	@$(WHEEL_BIN)/python -m pip install -q "$$(grep -oE '^uv==[^ ]+' wheels/requirements.lock)"
+	@$(WHEEL_BIN)/uv pip install -q --python $(WHEEL_BIN)/python --no-deps --require-hashes -r wheels/requirements.lock
+	@touch $@
+
+lock-wheel: .venv-wheel/packages  ## choose the versions in wheels/requirements.lock anew
+	@$(WHEEL_BIN)/uv pip compile -q --upgrade wheels/requirements.in --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-package numpy --no-emit-package scipy --no-emit-package ml-dtypes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock-wheel" -o wheels/requirements.lock
 
 .venv/packages: requirements.lock
 	@echo "== packages into .venv (about 3 GB to download, 1 to 3 minutes)"
@@ -177,4 +198,4 @@ lock-torchtpu: .venv/packages  ## choose the versions in torchtpu/requirements.l
 	  --custom-compile-command "make lock-torchtpu" -o torchtpu/requirements.lock
 
 clean:  ## forget what was built
-	@rm -rf .venv .venv-vllm .venv-vllm-legacy .venv-torchtpu build dist
+	@rm -rf .venv .venv-vllm .venv-vllm-legacy .venv-torchtpu .venv-wheel build dist

@@ -79,17 +79,29 @@ bool LoadRow(const char* bytes, int64_t stride, int64_t n, float* dst) {
 template <int kStride, int kVectors, typename Function>
 void ScorePanel(const float* keys, const float* queries, int64_t head_size, int64_t begin,
                 int64_t end, float (*weights)[kPanelRows], Function&& before_block) {
+  // The block fills AVX2's 16 registers, which GCC allocates without a spill. For Clang the last of
+  // the lanes stays in memory.
+#if defined(__clang__) && defined(FLASHXLA_X86)
+  constexpr int kHeld = kScoreKeys * kVectors + kVectors + 1 == 16 ? kVectors - 1 : kVectors;
+#else
+  constexpr int kHeld = kVectors;
+#endif
   for (int64_t key = begin; key < end; key += kScoreKeys) {
     before_block();
     const float* a = keys + key * kStride;
     const float* b = queries;
     Float c[kScoreKeys][kVectors] = {};
     for (int64_t d = 0; d < head_size; ++d, ++a, b += kPanelRows) {
-      Float lanes[kVectors];
-      for (int v = 0; v < kVectors; ++v) lanes[v] = Load(b + v * kWidth);
+      Float lanes[kHeld];
+      for (int v = 0; v < kHeld; ++v) lanes[v] = Load(b + v * kWidth);
 #pragma GCC unroll 16
       for (int m = 0; m < kScoreKeys; ++m) {
-        for (int v = 0; v < kVectors; ++v) c[m][v] += a[m * kStride] * lanes[v];
+        for (int v = kHeld; v < kVectors; ++v) {
+          const float* again = b + v * kWidth;
+          asm volatile("" : "+r"(again));  // not known to be what the last key loaded
+          c[m][v] += a[m * kStride] * Load(again);
+        }
+        for (int v = 0; v < kHeld; ++v) c[m][v] += a[m * kStride] * lanes[v];
       }
     }
 #pragma GCC unroll 16

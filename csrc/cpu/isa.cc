@@ -15,19 +15,29 @@ namespace {
 constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};  // by Isa
 constexpr const char* kVariable = "FLASHXLA_CPU_ISA";
 
-Isa Best() {
 #if defined(FLASHXLA_X86)
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  // Clang's __builtin_cpu_supports does not know f16c.
-  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c) {
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return avx512 ? Isa::kAvx512 : Isa::kAvx2;
-  }
-#endif
-  return Isa::kBaseline;
+// Asked by hand: __builtin_cpu_supports needs a table that not every compiler's library fills in,
+// and Clang's does not know f16c.
+Isa Best() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return Isa::kBaseline;
+  constexpr unsigned kAvx = bit_FMA | bit_OSXSAVE | bit_AVX | bit_F16C;
+  if ((ecx & kAvx) != kAvx) return Isa::kBaseline;
+  // Which registers the operating system keeps when it switches threads: XCR0, with a bit for each
+  // kind. 1, 2: SSE and AVX; 5 to 7: masks and the vectors of AVX-512.
+  unsigned kept, high;
+  asm("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+  constexpr unsigned kVectors = 0x06, kWideVectors = 0xe6;
+  if ((kept & kVectors) != kVectors) return Isa::kBaseline;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Isa::kBaseline;
+  if ((ebx & bit_AVX2) == 0) return Isa::kBaseline;
+  constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  const bool avx512 = (kept & kWideVectors) == kWideVectors && (ebx & kAvx512) == kAvx512;
+  return avx512 ? Isa::kAvx512 : Isa::kAvx2;
 }
+#else
+Isa Best() { return Isa::kBaseline; }
+#endif
 
 struct Choice {
   Isa isa;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -16,9 +17,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flashxla import install
 from flashxla.platforms import CPU, PLATFORMS
 from flashxla.records import Operation, Records
 
+_SELF = "flashxla"  # this package, as pip knows it
 _OK, _INVALID_ARGUMENT, _OUT_OF_MEMORY = 0, 1, 2
 # An empty tensor may have no address, yet it is present; as well aligned as one of a framework.
 _ALIGNMENT = 256
@@ -202,36 +205,49 @@ def version_text(number: int) -> str:
     return f"{number // 1000}.{number % 1000}"
 
 
-def _folders() -> Iterable[Path]:
+def _folders(name: str) -> Iterable[tuple[Path, str]]:
+    """Where the file of a library may be, and the package that puts it there. The first folder that has it counts."""
     if folder := os.environ.get("FLASHXLA_LIBRARY_DIR"):
-        yield Path(folder)
+        yield Path(folder), _SELF
         return
-    yield Path(__file__).parent / "lib"
+    yield Path(__file__).parent / "lib", _SELF
     # An editable install keeps the Python files in the checkout and the libraries in site-packages.
-    yield Path(sysconfig.get_path("purelib")) / "flashxla" / "lib"
+    yield Path(sysconfig.get_path("purelib")) / "flashxla" / "lib", _SELF
+    for package in PLATFORMS[name].packages if name in PLATFORMS else ():
+        if spec := importlib.util.find_spec(package.replace("-", "_")):
+            for place in spec.submodule_search_locations or ():
+                yield Path(place) / "lib", package
 
 
-def _places(name: str) -> list[Path]:
-    """Where the file of a library may be."""
-    return [folder / f"libflashxla_{name}.so" for folder in _folders()]
+def _find(name: str) -> tuple[Path, str] | None:
+    """The file of a library and its package, None if it is not installed."""
+    for folder, package in _folders(name):
+        if (path := folder / f"libflashxla_{name}.so").exists():
+            return path, package
+    return None
 
 
 @functools.cache
 def is_installed(platform: str) -> bool:
     """Whether the library of a platform is there."""
-    return any(path.exists() for path in _places(platform))
+    return _find(platform) is not None
 
 
 def library_path(name: str) -> Path:
-    """The file of a library: of a platform, or "pjrt". Raises ImportError if it is not installed."""
-    places = _places(name)
-    for path in places:
-        if path.exists():
-            return path
-    how_to_build = PLATFORMS.get(name, CPU).how_to_build
-    raise ImportError(
-        f"flashxla: {places[0].name} not found in {', '.join(str(path.parent) for path in places)}; {how_to_build}"
-    )
+    """The file of a library: of a platform, or "pjrt".
+
+    Raises ImportError if it is not installed, or if its package is of another version than flashxla.
+    """
+    found = _find(name)
+    if found is None:
+        places = ", ".join(str(folder) for folder, _ in _folders(name))
+        how_to_build = PLATFORMS.get(name, CPU).how_to_build
+        raise ImportError(f"flashxla: libflashxla_{name}.so not found in {places}; {how_to_build}")
+    path, package = found
+    ours, its = install.version(_SELF), install.version(package)
+    if ours != its:
+        raise ImportError(f"flashxla: {package} {its} does not fit flashxla {ours}: install {package} {ours}")
+    return path
 
 
 @functools.cache

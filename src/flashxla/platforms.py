@@ -11,6 +11,7 @@ class Platform:
 
     name: of its library, libflashxla_<name>.so, and of the C functions flashxla_<name>_<operation>.
     how_to_build: what to do where the library is missing.
+    packages: those that bring the library, beside flashxla itself; the first one that is installed counts.
     torch_key: the dispatch key of PyTorch's tensors; torch_device: their device type.
     jax_lowering: JAX's name of it in lowering; jax_backend: of its backend; jax_registry: in the registry of handlers.
     torch_xla_device: PJRT_DEVICE of PyTorch/XLA.
@@ -26,6 +27,7 @@ class Platform:
     jax_registry: str
     torch_xla_device: str
     fence_updates: bool = False
+    packages: tuple[str, ...] = ()
 
 
 CPU = Platform(
@@ -40,7 +42,7 @@ CPU = Platform(
 )
 CUDA = Platform(
     name="cuda",
-    how_to_build="build it with 'make cuda', or install a wheel made by 'make wheel CUDA=1'",
+    how_to_build="build it with 'make cuda', or install a flashxla-cuda wheel made by 'make wheel-cuda'",
     torch_key="CUDA",
     torch_device="cuda",
     jax_lowering="cuda",
@@ -48,5 +50,6 @@ CUDA = Platform(
     jax_registry="CUDA",
     torch_xla_device="CUDA",
     fence_updates=True,
+    packages=("flashxla-cuda13", "flashxla-cuda12"),
 )
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}

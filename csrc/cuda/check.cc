@@ -1,3 +1,5 @@
+#include "cuda/check.h"
+
 #include <algorithm>
 #include <list>
 #include <vector>
@@ -5,7 +7,6 @@
 #include "common/index_checks.h"
 #include "common/slot_mapping.h"
 #include "common/tensor_view.h"
-#include "cuda/check.h"
 #include "cuda/launch.h"
 
 namespace flashxla {
