@@ -22,6 +22,16 @@ T* Find(void* library, const std::string& path, const char* name, const char* wh
   return function;
 }
 
+const pjrt::FfiExtension* FindFfi(const pjrt::Extension* extension) {
+  for (; extension != nullptr; extension = extension->next) {
+    if (extension->type == pjrt::kFfiExtension &&
+        extension->struct_size >= sizeof(pjrt::FfiExtension)) {
+      return reinterpret_cast<const pjrt::FfiExtension*>(extension);
+    }
+  }
+  return nullptr;
+}
+
 // The arguments of a function, all else zero.
 template <typename Args>
 Args New() {
@@ -50,6 +60,10 @@ Plugin::Plugin(const std::string& path) {
         std::to_string(pjrt::kOldestMinor) + " to 0." + std::to_string(pjrt::kNewestMinor));
   }
   functions_ = reinterpret_cast<pjrt::Function* const*>(api_ + 1);
+  ffi_ = FindFfi(api_->extension_start);
+  if (ffi_ == nullptr) {
+    throw std::runtime_error(path + ": it has no FFI extension that registers custom calls");
+  }
   auto args = New<pjrt::PluginInitializeArgs>();
   Call(pjrt::kPluginInitialize, &args);
 }
@@ -76,15 +90,6 @@ std::vector<std::string> Plugin::RegisterCustomCalls(const std::string& library,
   void* handle = Open(library);
   auto* name_at = Find<const char*(int64_t)>(handle, library, "flashxla_ffi_target_name", kWhat);
   auto* handler_at = Find<void*(int64_t)>(handle, library, "flashxla_ffi_target_handler", kWhat);
-  const pjrt::Extension* extension = api_->extension_start;
-  while (extension != nullptr && extension->type != pjrt::kFfiExtension) {
-    extension = extension->next;
-  }
-  if (extension == nullptr || extension->struct_size < sizeof(pjrt::FfiExtension)) {
-    throw std::runtime_error(
-        "the plugin has no FFI extension: custom calls cannot be registered with it");
-  }
-  auto* register_handler = reinterpret_cast<const pjrt::FfiExtension*>(extension)->register_handler;
   std::vector<std::string> names;
   while (const char* name = name_at(static_cast<int64_t>(names.size()))) {
     auto args = New<pjrt::FfiRegisterHandlerArgs>();
@@ -94,7 +99,7 @@ std::vector<std::string> Plugin::RegisterCustomCalls(const std::string& library,
     args.platform_name = platform.data();
     args.platform_name_size = platform.size();
     names.emplace_back(name);
-    Check(register_handler(&args));
+    Check(ffi_->register_handler(&args));
   }
   return names;
 }

@@ -33,6 +33,7 @@ class Plugin {
 
   const pjrt::Api* api_;
   pjrt::Function* const* functions_;
+  const pjrt::FfiExtension* ffi_;
 };
 
 // Memory on the device.

@@ -43,24 +43,32 @@ def run(args: argparse.Namespace) -> int:
         native.library(platform.name)
     except ImportError as error:
         raise GenerateError(f"--platform: {str(error).removeprefix('flashxla: ')}") from error
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(args.output, error) from error
     torchax_runner.start()
     loaded = model.load(Checkpoint(args.model or DEFAULT_MODEL, _dtype(args), args.trust_remote_code), "torchax")
     limits = make_limits(args, loaded)
     programs = [lower_step(loaded, limits, tokens, platform) for tokens in token_buckets(limits)]
     try:
-        args.output.mkdir(parents=True, exist_ok=True)
         offsets = _write_weights(loaded, args.output / WEIGHTS)
         for program in programs:
             (args.output / _file(program)).write_bytes(program.code)
         manifest = _manifest(loaded, limits, programs, offsets, platform.name)
         (args.output / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise GenerateError(
-            f"--output: got {args.output}: {error.strerror}; accepted: a folder that can be written"
-        ) from error
+        raise _not_writable(args.output, error) from error
     sizes = " and ".join(str(program.tokens) for program in programs)
     print(f"{args.output}: programs of {sizes} tokens for {platform.name}, {len(offsets)} weights, {MANIFEST}")
+    print(f"their custom calls are in {native.library_path(platform.name)}")
     return 0
+
+
+def _not_writable(folder: Path, error: OSError) -> GenerateError:
+    return GenerateError(
+        f"--output: got {folder}: {error.strerror}; accepted: a folder that can be written"
+    )
 
 
 def _dtype(args: argparse.Namespace) -> torch.dtype | str:
@@ -120,7 +128,7 @@ def _manifest(
 
 def _bytes_prefix(loaded: LoadedModel) -> list[int] | None:
     """The tokens in front of a text's bytes, for a tokenizer whose tokens are the bytes; None for all others."""
-    # Every byte that UTF-8 has, in texts long enough for any merge of them.
+    # Characters of one to four bytes, and what other tokenizers have as words.
     text = "".join(map(chr, [*range(0x800), 0x1000, 0xFFFD, *range(0x10000, 0x110000, 0x40000)])) + " the the"
     tokens = loaded.tokenizer(text).input_ids
     prefix, rest = tokens[: -len(text.encode())], tokens[-len(text.encode()) :]

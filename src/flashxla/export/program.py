@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.extend.mlir
 import torch
 import torchax
 from jax.extend.mlir.dialects import stablehlo
@@ -18,6 +19,8 @@ from flashxla.generate.scheduler import Limits
 from flashxla.generate.torchax_runner import like_torch, step_program, step_weights
 from flashxla.platforms import Platform
 
+# Of 2024, the first with composite operations, as which JAX writes top_k.
+_OLDEST_STABLEHLO = "1.0.0"
 # The names of dtypes in safetensors files.
 _DTYPES = {
     torch.float64: "F64",
@@ -108,5 +111,8 @@ def lower_step(loaded: LoadedModel, limits: Limits, tokens: int, platform: Platf
 
 
 def _serialize(text: str) -> bytes:
-    """As a portable artifact, in the oldest version of StableHLO: plugins read older ones and refuse newer ones."""
-    return stablehlo.serialize_portable_artifact_str(text, stablehlo.get_minimum_version())
+    """As a portable artifact, for plugins of many versions: they read older StableHLO and refuse newer."""
+    try:
+        return jax.extend.mlir.serialize_portable_artifact(text, _OLDEST_STABLEHLO)
+    except RuntimeError:  # it has operations of later versions
+        return jax.extend.mlir.serialize_portable_artifact(text, stablehlo.get_current_version())
