@@ -32,9 +32,9 @@ def generated(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[st
 
 
 def test_tokens_of_the_default_model(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = generated(capsys, "--max-new-tokens", "100", "--prompt", *PROMPTS)
+    expected = generated(capsys, "--max-new-tokens", "60", "--prompt", *PROMPTS)
     prompts = [text for prompt in PROMPTS for text in ("--prompt", prompt)]
-    done = program.run("--max-new-tokens", "100", "--ids", *prompts)
+    done = program.run("--max-new-tokens", "60", "--ids", *prompts)
     assert done.returncode == 0, done.stderr
     assert ids(done.stdout) == [prompt["tokens"] for prompt in expected]
     assert "caches in place" in done.stderr
