@@ -80,7 +80,9 @@ def new_arguments() -> tuple[torch.Tensor, ...]:
 @torch.no_grad()
 def main() -> None:
     """Export and compile the step, then compare the package with the model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--package", type=Path, help="file to write (default: a temporary one)")
     options = parser.parse_args()
 

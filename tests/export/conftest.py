@@ -34,7 +34,10 @@ class Program:
         """Run it with options changed."""
         options = [text for name, value in (self.options | changed).items() for text in (f"--{name}", value)]
         # No Python of any environment can be found from it.
-        environment = {"PATH": "/nonexistent", **{k: v for k, v in os.environ.items() if k.startswith("STUB_")}}
+        environment = {
+            "PATH": "/nonexistent",
+            **{k: v for k, v in os.environ.items() if k.startswith("STUB_")},
+        }
         if "XLA_FLAGS" in os.environ:
             environment["XLA_FLAGS"] = os.environ["XLA_FLAGS"]
         return subprocess.run(

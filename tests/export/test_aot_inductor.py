@@ -24,7 +24,10 @@ assert changed == [3, 3], changed
 
 def test_the_example_and_its_package(tmp_path: Path) -> None:
     package = str(tmp_path / "step.pt2")
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+    }
     for command in ([str(EXAMPLE), "--package", package], ["-c", LOAD, str(EXAMPLE), package]):
         done = subprocess.run(
             [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -50,6 +51,11 @@ def _import_command() -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("flashxla"):
             raise
+        if importlib.util.find_spec("torch_xla"):
+            raise GenerateError(
+                "it needs torchax for the PyTorch of today, and torch_xla 2.9 brings another torchax: use an "
+                f"environment without torch_xla; {install.command('generate', 'torchax')}"
+            ) from error
         raise GenerateError(
             f"{error.name} is not installed: {install.command('generate', 'torchax')}"
         ) from error

@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise _not_writable(args.output, error) from error
     torchax_runner.start()
-    loaded = model.load(Checkpoint(args.model or DEFAULT_MODEL, _dtype(args), args.trust_remote_code), "torchax")
+    loaded = model.load(
+        Checkpoint(args.model or DEFAULT_MODEL, _dtype(args), args.trust_remote_code), "torchax"
+    )
     limits = make_limits(args, loaded)
     programs = [lower_step(loaded, limits, tokens, platform) for tokens in token_buckets(limits)]
     try:
@@ -60,15 +62,15 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise _not_writable(args.output, error) from error
     sizes = " and ".join(str(program.tokens) for program in programs)
-    print(f"{args.output}: programs of {sizes} tokens for {platform.name}, {len(offsets)} weights, {MANIFEST}")
+    print(
+        f"{args.output}: programs of {sizes} tokens for {platform.name}, {len(offsets)} weights, {MANIFEST}"
+    )
     print(f"their custom calls are in {native.library_path(platform.name)}")
     return 0
 
 
 def _not_writable(folder: Path, error: OSError) -> GenerateError:
-    return GenerateError(
-        f"--output: got {folder}: {error.strerror}; accepted: a folder that can be written"
-    )
+    return GenerateError(f"--output: got {folder}: {error.strerror}; accepted: a folder that can be written")
 
 
 def _dtype(args: argparse.Namespace) -> torch.dtype | str:

@@ -86,7 +86,8 @@ def lower_step(loaded: LoadedModel, limits: Limits, tokens: int, platform: Platf
         for number, layer in enumerate(loaded.layers)
     ]
     weights = {
-        name: Tensor("weight", name, tuple(w.shape), w.dtype) for name, w in step_weights(loaded.model).items()
+        name: Tensor("weight", name, tuple(w.shape), w.dtype)
+        for name, w in step_weights(loaded.model).items()
     }
     padding = padding_inputs(limits, tokens)
     inputs = tuple(
@@ -98,9 +99,9 @@ def lower_step(loaded: LoadedModel, limits: Limits, tokens: int, platform: Platf
     program = jax.jit(step_program(loaded.model), donate_argnums=0, keep_unused=True)
     with torchax.default_env(), like_torch(), torch.no_grad():
         avals = jax.tree.map(lambda tensor: tensor.aval, described)
-        text = program.trace(*avals).lower(lowering_platforms=(platform.jax_lowering,)).as_text()
-    vocabulary = loaded.model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
-    logits = Tensor("logits", "logits", (limits.max_seqs, vocabulary), torch.float32)
+        traced = program.trace(*avals)
+        text = traced.lower(lowering_platforms=(platform.jax_lowering,)).as_text()
+    logits = Tensor("logits", "logits", traced.out_info[0].shape, torch.float32)
     return Program(
         tokens,
         _serialize(text),
