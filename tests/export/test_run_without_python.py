@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashxla import native
 from flashxla.cli import main
 from flashxla.generate.command import DEFAULT_PROMPTS
 from tests.export.conftest import Export, Program
@@ -38,6 +40,13 @@ def test_tokens_of_the_default_model(program: Program, capsys: pytest.CaptureFix
     assert done.returncode == 0, done.stderr
     assert ids(done.stdout) == [prompt["tokens"] for prompt in expected]
     assert "caches in place" in done.stderr
+
+
+def test_it_links_no_python(program: Program) -> None:
+    for file in (program.path, program.options["plugin"], program.options["library"]):
+        done = subprocess.run(["ldd", str(file)], capture_output=True, text=True)
+        assert "libc.so" in done.stdout
+        assert "python" not in done.stdout.replace(str(file), "")
 
 
 def test_text(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +176,11 @@ def test_manifests_that_do_not_fit(
     ("options", "message"),
     [
         (("--model", "/none"), "--model: got /none; accepted: a folder that holds a checkpoint"),
-        (("--platform", "cuda"), r"--platform: libflashxla_cuda\.so not found .*make cuda"),
+        pytest.param(
+            ("--platform", "cuda"),
+            r"--platform: libflashxla_cuda\.so not found .*make cuda",
+            marks=pytest.mark.skipif(native.is_installed("cuda"), reason="the library is there"),
+        ),
         (("--max-batch-tokens", "4"), "--max-batch-tokens: got 4; accepted: at least --max-seqs 8"),
         (("--output", "/dev/null/folder"), "--output: got /dev/null/folder: Not a directory"),
     ],
