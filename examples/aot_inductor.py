@@ -45,7 +45,7 @@ class Layer(torch.nn.Module):
         num_seqs: torch.Tensor,
     ) -> torch.Tensor:
         """x [SEQUENCES, WIDTH]. Writes the new keys and values into the caches and returns [SEQUENCES, WIDTH]."""
-        q, k, v = self.qkv(x).view(len(x), -1, HEAD_SIZE).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        q, k, v = self.qkv(x).unflatten(1, (-1, HEAD_SIZE)).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         out = fx.ragged_paged_attention(
             q,
             k,

@@ -1,6 +1,7 @@
 #include "generate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -44,6 +45,12 @@ std::vector<Sequence> MakeSequences(const Manifest& manifest,
       throw std::runtime_error("got a prompt of " + std::to_string(length) +
                                " tokens; accepted: 1 to " +
                                std::to_string(manifest.max_length - 1));
+    }
+    for (int64_t token : prompt) {
+      if (token >= 0 && token < manifest.vocabulary) continue;
+      throw std::runtime_error("got token " + std::to_string(token) + "; accepted: tokens below " +
+                               std::to_string(manifest.vocabulary) +
+                               ", which is how many the model has");
     }
     const int64_t longest = std::min(length + options.max_new_tokens, manifest.max_length);
     Sequence sequence = {prompt, prompt.size(), longest, {}};
@@ -128,6 +135,10 @@ Generated Generate(Model& model, const Manifest& manifest,
       if (sequence.computed < sequence.length()) continue;  // more of the prompt is to come
       const auto first = logits.begin() + static_cast<ptrdiff_t>(row * vocabulary);
       const auto last = first + static_cast<ptrdiff_t>(vocabulary);
+      if (!std::all_of(first, last, [](float logit) { return std::isfinite(logit); })) {
+        throw std::runtime_error("got NaN or infinite logits for prompt " +
+                                 std::to_string(chunks[row].sequence - sequences.data() + 1));
+      }
       const int64_t token = std::max_element(first, last) - first;
       sequence.tokens.push_back(token);
       const auto& eos = manifest.eos_tokens;

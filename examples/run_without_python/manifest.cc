@@ -68,6 +68,7 @@ Manifest Read(const Json& json) {
   manifest.num_blocks = json["num_blocks"].integer();
   manifest.max_seqs = json["max_seqs"].integer();
   manifest.max_length = json["max_length"].integer();
+  manifest.vocabulary = json["vocabulary"].integer();
   manifest.eos_tokens = json["eos_tokens"].integers();
   if (!json["bytes_prefix"].is_null()) manifest.bytes_prefix = json["bytes_prefix"].integers();
   for (const Json& one : json["programs"].array()) manifest.programs.push_back(ReadProgram(one));

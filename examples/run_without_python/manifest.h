@@ -35,6 +35,7 @@ struct Manifest {
   int64_t num_blocks;
   int64_t max_seqs;
   int64_t max_length;
+  int64_t vocabulary;
   std::vector<int64_t> eos_tokens;
   // If the tokens of a text are its bytes: the tokens in front of them.
   std::optional<std::vector<int64_t>> bytes_prefix;

@@ -115,6 +115,7 @@ def test_the_manifest_describes_the_programs(default_model: Path) -> None:
         ({}, ("--prompt", "x" * 512), "got a prompt of 513 tokens; accepted: 1 to 511"),
         ({}, ("--prompt", "x") * 8, "got 9 prompts; accepted: at most 8"),
         ({}, ("--prompt-ids", "1,a"), "--prompt-ids: got 'a'; accepted: a whole number >= 0"),
+        ({}, ("--prompt-ids", "1,259"), "got token 259; accepted: tokens below 259"),
         ({}, ("--max-new-tokens", "0"), "--max-new-tokens: got '0'; accepted: a whole number >= 1"),
         ({}, ("--unknown", "1"), "--unknown: unknown"),
     ],
@@ -170,6 +171,21 @@ def test_manifests_that_do_not_fit(
     done = program.run("--prompt", "A", program=str(tmp_path))
     assert done.returncode == 2, done.stderr
     assert re.search(message, done.stderr), done.stderr
+
+
+def test_damaged_weights(program: Program, default_model: Path, tmp_path: Path) -> None:
+    for path in default_model.iterdir():
+        if path.name != "weights.safetensors":
+            (tmp_path / path.name).symlink_to(path)
+    weights = (default_model / "weights.safetensors").read_bytes()
+    for data, message in (
+        (weights[:-100], r"weights\.safetensors: the weight .* cannot be read"),
+        (weights[:8000] + b"\xff" * (len(weights) - 8000), "got NaN or infinite logits for prompt 1"),
+    ):
+        (tmp_path / "weights.safetensors").write_bytes(data)
+        done = program.run("--prompt", "A", program=str(tmp_path))
+        assert done.returncode == 2
+        assert re.search(message, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

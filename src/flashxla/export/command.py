@@ -109,6 +109,7 @@ def _manifest(
         "num_blocks": limits.num_blocks,
         "max_seqs": limits.max_seqs,
         "max_length": limits.max_length,
+        "vocabulary": programs[0].results[0].shape[-1],
         "eos_tokens": sorted(loaded.eos_tokens),
         # Whether the tokens of a text are its bytes, after these ones; null: the model has another tokenizer.
         "bytes_prefix": prefix,
