@@ -30,7 +30,7 @@ def test_the_example_and_its_package(tmp_path: Path) -> None:
     }
     for command in ([str(EXAMPLE), "--package", package], ["-c", LOAD, str(EXAMPLE), package]):
         done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr[-3000:]
     assert "Error" not in done.stderr
