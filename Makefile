@@ -172,13 +172,15 @@ lock-vllm-legacy: .venv-vllm-legacy/packages  ## choose the versions in vllm-leg
 torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax with flashxla, in .venv-torchtpu (Python 3.12)
 
 # Each takes PyTorch's one place for another backend, so each has a process.
-test-torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax on a CPU: the operations, in place
+test-torchtpu: .venv-torchtpu/built  ## TorchTPU and torchax on a CPU: the operations, in place; programs without Python
 	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 -k torchtpu \
 	  tests/torchtpu tests/ops tests/generate/test_verify.py --frontends torchtpu,torchtpu_compiled
 	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 \
 	  tests/torchax tests/ops tests/generate/test_verify.py -k torchax --frontends torchax,torchax_jit
 	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest tests/bench/test_step.py -k front_ends \
 	  --frontends torchax
+	@# Programs without Python: flashxla export and a C++ program; beside it torch.export and AOTInductor.
+	@JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(TORCHTPU_BIN)/python -m pytest -n 2 --dist loadfile tests/export
 
 .venv-torchtpu/packages: torchtpu/requirements.lock
 	@echo "== packages into .venv-torchtpu (about 3 GB to download, 2 to 4 minutes)"

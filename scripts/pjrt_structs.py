@@ -198,7 +198,8 @@ def mismatches(version: Version) -> tuple[list[str], int]:
     }
     places = {plain(name): place for name, place in version.functions.items()}
     problems, compared, checks = [], 0, []
-    for name, place in re.findall(r"^  k(\w+) = (\d+),", abi, re.M):
+    (indices,) = re.findall(r"^enum FunctionIndex .*?^\}", abi, re.M | re.S)
+    for name, place in re.findall(r"^  k(\w+) = (\d+),", indices, re.M):
         compared += 1
         if places.get(plain(name)) != int(place):
             problems.append(f"function {name}: at {place}, in the API at {places.get(plain(name))}")

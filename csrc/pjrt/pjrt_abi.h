@@ -1,4 +1,5 @@
-// The part of the PJRT C API that the adapter touches, in the layout of versions 0.76 to 0.117.
+// The part of the PJRT C API that the adapter and examples/run_without_python use, in the layout of
+// versions 0.76 to 0.117.
 //
 // The API's own definition is xla/pjrt/c/pjrt_c_api.h of openxla/xla: a struct only ever grows at
 // its end, and its first field is the size that the caller knows. Each struct here is the longest
@@ -52,21 +53,29 @@ enum FunctionIndex : size_t {
   kErrorDestroy = 0,
   kErrorMessage = 1,
   kErrorGetCode = 2,
+  kPluginInitialize = 3,
+  kEventDestroy = 5,
+  kEventAwait = 8,
   kClientCreate = 10,
+  kClientDestroy = 11,
   kClientPlatformName = 12,
+  kClientAddressableDevices = 16,
+  kClientCompile = 20,
   kClientBufferFromHostBuffer = 22,
   kDeviceMemoryStats = 34,
   kExecutableNumOutputs = 44,
   kExecutableOutputMemoryKinds = 47,
+  kLoadedExecutableDestroy = 50,
   kLoadedExecutableExecute = 55,
   kExecutableDeserializeAndLoad = 56,
   kBufferDestroy = 58,
+  kBufferToHostBuffer = 70,
   kBufferReadyEvent = 72,
   kBufferUnsafePointer = 73,
   kClientCreateViewOfDeviceBuffer = 93,
   kExecutableGetCompiledMemoryStats = 96,
   kNumFunctions,               // a table must have at least this many
-  kErrorForEachPayload = 137,  // by 0.113
+  kErrorForEachPayload = 132,  // by 0.113
 };
 
 struct ErrorDestroyArgs {
@@ -92,11 +101,29 @@ struct ErrorGetCodeArgs {
   int32_t code;
 };
 
-// Ends with the visitor and its argument, which the adapter does not touch.
 struct ErrorForEachPayloadArgs {
   size_t struct_size;
   Extension* extension_start;
   const Error* error;
+  void* visitor;
+  void* user_arg;
+};
+
+struct PluginInitializeArgs {
+  size_t struct_size;
+  Extension* extension_start;
+};
+
+struct EventDestroyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Event* event;
+};
+
+struct EventAwaitArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Event* event;
 };
 
 enum NamedValueType : int32_t {
@@ -123,12 +150,24 @@ struct NamedValue {
   size_t value_size;
 };
 
-// Ends with callbacks and the client, which the adapter does not touch.
 struct ClientCreateArgs {
   size_t struct_size;
   Extension* extension_start;
   const NamedValue* create_options;
   size_t num_options;
+  void* kv_get_callback;
+  void* kv_get_user_arg;
+  void* kv_put_callback;
+  void* kv_put_user_arg;
+  Client* client;
+  void* kv_try_get_callback;
+  void* kv_try_get_user_arg;
+};
+
+struct ClientDestroyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
 };
 
 struct ClientPlatformNameArgs {
@@ -138,6 +177,52 @@ struct ClientPlatformNameArgs {
   const char* platform_name;
   size_t platform_name_size;
 };
+
+struct ClientAddressableDevicesArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
+  Device* const* addressable_devices;
+  size_t num_addressable_devices;
+};
+
+struct Program {
+  size_t struct_size;
+  Extension* extension_start;
+  const char* code;
+  size_t code_size;
+  const char* format;
+  size_t format_size;
+};
+
+struct ClientCompileArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Client* client;
+  const Program* program;
+  const char* compile_options;
+  size_t compile_options_size;
+  LoadedExecutable* executable;
+};
+
+// Names are those of dtypes in safetensors files.
+enum BufferType : int32_t {
+  kBufferBool = 1,
+  kBufferI8 = 2,
+  kBufferI16 = 3,
+  kBufferI32 = 4,
+  kBufferI64 = 5,
+  kBufferU8 = 6,
+  kBufferF16 = 10,
+  kBufferF32 = 11,
+  kBufferF64 = 12,
+  kBufferBF16 = 13,
+  kBufferF8E5M2 = 16,
+  kBufferF8E4M3 = 17,
+};
+
+// The memory stays as it is until the event `done_with_host_buffer`.
+inline constexpr int32_t kImmutableUntilTransferCompletes = 1;
 
 struct ClientBufferFromHostBufferArgs {
   size_t struct_size;
@@ -180,6 +265,16 @@ struct BufferDestroyArgs {
   Buffer* buffer;
 };
 
+struct BufferToHostBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  Buffer* src;
+  void* host_layout;
+  void* dst;
+  size_t dst_size;
+  Event* event;
+};
+
 struct BufferReadyEventArgs {
   size_t struct_size;
   Extension* extension_start;
@@ -192,6 +287,12 @@ struct BufferUnsafePointerArgs {
   Extension* extension_start;
   Buffer* buffer;
   uintptr_t buffer_pointer;
+};
+
+struct LoadedExecutableDestroyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  LoadedExecutable* executable;
 };
 
 struct ExecutableNumOutputsArgs {

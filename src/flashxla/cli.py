@@ -1,4 +1,4 @@
-"""The `flashxla` command: doctor, generate, bench."""
+"""The `flashxla` command: doctor, generate, export, bench."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "what is installed and works, with a live proof that a cache write is in place",
     "generate": "batched text generation with a paged cache, from a Hugging Face checkpoint",
+    "export": "a model's step as StableHLO programs with weights, to run without Python",
     "bench": "speed of the operations, as ratios against peers measured in the same run",
 }
 

@@ -30,7 +30,7 @@ FUNCTIONS = {
     "Buffer_Destroy": 58,
     "Buffer_ReadyEvent": 72,
     "Executable_GetCompiledMemoryStats": 96,
-    "Error_ForEachPayload": 137,
+    "Error_ForEachPayload": 132,
 }
 
 _Fields = list[tuple[str, Any]]

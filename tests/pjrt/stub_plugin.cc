@@ -683,7 +683,7 @@ const void* GetPjrtApi() {
   table.functions[73] = DoUnsafePointer;
   table.functions[93] = DoCreateView;
   table.functions[96] = DoCompiledMemoryStats;
-  table.functions[137] = DoErrorForEachPayload;
+  table.functions[132] = DoErrorForEachPayload;
   return &table;
 }
 }

@@ -24,14 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Generate text for a batch of prompts with a paged cache, from a Hugging Face checkpoint in a "
         "folder. Without --model: a small model of the package's own that continues text about Python."
     )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="folder of a checkpoint (default: built in)"
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code that the checkpoint's folder may bring: it can do all that you can",
-    )
+    add_model_arguments(parser)
     parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="prompts (default: a few about Python)")
     parser.add_argument(
         "--frontend",
@@ -41,13 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "torchax (default %(default)s)",
     )
     parser.add_argument("--device", help="of --frontend torch: cpu or cuda (default cpu)")
-    parser.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        default="auto",
-        help="of weights and cache; auto: float32 on a CPU, where it is fastest, and with --verify, else the "
-        "checkpoint's",
-    )
     parser.add_argument("--verify", action="store_true", help="compare with transformers' eager generation")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is standard output")
 
@@ -63,6 +49,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default %(default)s)")
 
+    add_size_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare which model, and how to read it."""
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="folder of a checkpoint (default: built in)"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that the checkpoint's folder may bring: it can do all that you can",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="auto",
+        help="of weights and cache; auto: float32 on a CPU, where it is fastest, and with generate --verify, else "
+        "the checkpoint's",
+    )
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the sizes of the cache and of a step."""
     sizes = parser.add_argument_group("sizes (they fix the shapes of the compiled programs)")
     for name, default, meaning in (
         ("--block-size", 16, "tokens in a block of the cache"),

@@ -41,31 +41,36 @@ def check(args: argparse.Namespace) -> SamplingOptions:
             f"--verify: got --temperature {sampling.temperature}; accepted: --temperature 0, since two "
             "samples need not agree"
         )
-    if args.max_batch_tokens < args.max_seqs:
-        raise GenerateError(
-            f"--max-batch-tokens: got {args.max_batch_tokens}; accepted: at least --max-seqs "
-            f"{args.max_seqs}, one token for each sequence"
-        )
     if args.frontend != "torch" and args.device is not None:
         raise GenerateError(
             f"--device: got {args.device!r} with --frontend {args.frontend}; accepted: --frontend torch only "
             "(PJRT_DEVICE sets that of PyTorch/XLA and TorchTPU, JAX_PLATFORMS that of torchax)"
+        )
+    for number, prompt in enumerate(args.prompt or (), 1):
+        _check_text(number, prompt)
+    check_model_and_sizes(args)
+    output_file.check("--json", args.json)
+    _check_library(args)
+    return sampling
+
+
+def check_model_and_sizes(args: argparse.Namespace) -> None:
+    """Check the model's folder and the sizes of the cache and of a step. Raises GenerateError."""
+    if args.max_batch_tokens < args.max_seqs:
+        raise GenerateError(
+            f"--max-batch-tokens: got {args.max_batch_tokens}; accepted: at least --max-seqs "
+            f"{args.max_seqs}, one token for each sequence"
         )
     if args.num_blocks * args.block_size > _LARGEST_CACHE:
         raise GenerateError(
             f"--num-blocks: got {args.num_blocks} with --block-size {args.block_size}; accepted: a cache of at "
             f"most {_LARGEST_CACHE} tokens"
         )
-    for number, prompt in enumerate(args.prompt or (), 1):
-        _check_text(number, prompt)
     # Path.is_file would raise an error for a folder that may not be entered.
     if args.model and not os.path.isfile(args.model / "config.json"):
         raise GenerateError(
             f"--model: got {args.model}; accepted: a folder that holds a checkpoint (config.json)"
         )
-    output_file.check("--json", args.json)
-    _check_library(args)
-    return sampling
 
 
 def _check_library(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def start() -> bool:
 
 
 @contextlib.contextmanager
-def _like_torch() -> Iterator[None]:
+def like_torch() -> Iterator[None]:
     """Integers of 64 bits, and products of float32 in float32."""
     import jax
 
@@ -50,6 +50,28 @@ class _Step(torch.nn.Module):
         return run_step(self.model, inputs, caches)  # type: ignore[arg-type]
 
 
+def step_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model by name, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def step_program(model: torch.nn.Module) -> Callable[..., Any]:
+    """The step as a function of JAX arrays, to be traced in torchax's environment and `like_torch`.
+
+    It takes (caches, weights, inputs): a list of pairs, what `step_weights` names, and the fields of StepInputs. It
+    returns (logits [S, V] float32, the new caches).
+    """
+    from torchax import interop
+
+    step = _Step(model)
+
+    def program(caches: Caches, weights: dict[str, torch.Tensor], inputs: tuple) -> Any:
+        named = {f"model.{name}": weight for name, weight in weights.items()}
+        return torch.func.functional_call(step, named, (StepInputs(*inputs), caches)).float(), caches
+
+    return interop.jax_view(program)
+
+
 class TorchaxRunner:
     """torchax.interop's jax.jit."""
 
@@ -60,26 +82,19 @@ class TorchaxRunner:
 
         self.device = f"jax on {jax.devices()[0]}"
         self._env = torchax.default_env()
-        step = _Step(loaded.model)
-        with self._env, _like_torch():
-            weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}  # tied ones once
-            self._weights = {name: tensor.to("jax") for name, tensor in weights.items()}
+        with self._env, like_torch():
+            self._weights = {name: w.to("jax") for name, w in step_weights(loaded.model).items()}
             self._caches = new_caches(loaded.layers, limits, "jax")
-
-        def program(caches: Caches, weights: dict[str, torch.Tensor], inputs: tuple) -> Any:
-            step_inputs = StepInputs(*inputs)
-            return torch.func.functional_call(step, weights, (step_inputs, caches)), caches
-
-        self._program: Any = jax.jit(interop.jax_view(program), donate_argnums=0)
+        self._program: Any = jax.jit(step_program(loaded.model), donate_argnums=0)
         self._step = interop.torch_view(self._program)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Run a step. Returns the logits [S, V] on the CPU, float32."""
-        with self._env, _like_torch():
+        with self._env, like_torch():
             on_device = tuple(tensor.to("jax") for tensor in inputs)
             logits, self._caches = self._step(self._caches, self._weights, on_device)
-            return torch.from_numpy(np.array(logits.float().jax()))
+            return torch.from_numpy(np.array(logits.jax()))
 
     def compiled_programs(self) -> int:
         """How many programs the steps have been compiled to."""

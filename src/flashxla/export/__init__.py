@@ -1,0 +1,1 @@
+"""The command `flashxla export`: a model's step as programs that run without Python."""

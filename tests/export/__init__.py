@@ -1,0 +1,1 @@
+"""These tests have an environment of their own: make test-torchtpu."""
