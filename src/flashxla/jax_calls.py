@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flashxla import jax_derivatives, native, native_calls
+from flashxla import jax_batching, jax_derivatives, native, native_calls
 from flashxla.jax_avals import aval_of, shape_dtype, vary, varying_axes
 from flashxla.native import Spec
 from flashxla.ops.op import Aval, Call
@@ -49,9 +49,12 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
 @functools.lru_cache(maxsize=4096)
 def _computation(call: Call, installed: tuple[str, ...]) -> Any:
     """A call with its derivative. inline: it leaves no function of its own in the programs that contain it."""
-    # Batched as a whole, one after the other, so that a fence stays around each call.
-    forward = jax.custom_batching.sequential_vmap(functools.partial(_by_platform, call, installed))
+    forward = jax_batching.vmapped(call, functools.partial(_computed, installed))
     return jax.jit(jax_derivatives.attach(call, forward, custom_call), inline=True)
+
+
+def _computed(installed: tuple[str, ...], call: Call) -> Callable[..., list[jax.Array]]:
+    return functools.partial(_by_platform, call, installed)
 
 
 def _by_platform(call: Call, installed: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:

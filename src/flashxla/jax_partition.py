@@ -1,0 +1,326 @@
+"""Calls on several devices: each works on the part that its operation's declaration allows, and nothing else moves.
+
+XLA's partitioner cannot look into a custom call, so by itself it gathers every operand. Here a call is a
+`custom_partitioning`: the partitioner gives the shardings of its operands, `flashxla.ops.parts` chooses what each
+device works on, and the call is made again with the sizes that a device has. What must move for that is said in a
+warning. On one device, and inside jax.shard_map, a call is what it is without all this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jaxlib import xla_client
+
+from flashxla.jax_avals import shape_dtype
+from flashxla.ops import parts
+from flashxla.ops.op import Aval, Call
+from flashxla.ops.parts import Parallel, Parts, Placed
+from flashxla.ops.shapes import Dimension, Dims
+
+Function = Callable[..., list[jax.Array]]
+_BATCH = Dimension("V")  # no operation's symbol
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Several calls at once, as jax.vmap makes them: how many, and which operands have one for each, in front."""
+
+    size: int
+    batched: tuple[bool, ...]
+
+
+class ShardingWarning(UserWarning):
+    """An argument of a call is moved between devices, because the call cannot work on it as it is sharded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """A call's operands and results in symbols, with the batch in front."""
+
+    call: Call
+    batch: Batch | None
+
+    @functools.cached_property
+    def operands(self) -> tuple[Dims, ...]:
+        batched = self.batch.batched if self.batch else (False,) * len(self.call.operands)
+        return tuple((_BATCH, *d) if b else d for d, b in zip(self.call.operand_dims, batched, strict=True))
+
+    @functools.cached_property
+    def results(self) -> tuple[Dims, ...]:
+        return tuple((_BATCH, *d) if self.batch else d for d in self.call.result_dims)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        return {**self.call.sizes, **({_BATCH.symbol: self.batch.size} if self.batch else {})}
+
+    @functools.cached_property
+    def parallels(self) -> tuple[Parallel, ...]:
+        return (*((Parallel(_BATCH.symbol),) if self.batch else ()), *self.call.op.parallel)
+
+    def placed(self, shapes: Sequence[Any], divisions: Sequence[tuple[Parts, ...]]) -> list[Placed]:
+        """The operands where they are."""
+        return [
+            Placed(dims, math.prod(x.shape) * np.dtype(x.dtype).itemsize, division)
+            for dims, x, division in zip(self.operands, shapes, divisions, strict=True)
+        ]
+
+    def local(self, chosen: Mapping[str, Parts]) -> tuple[Call, Batch | None]:
+        """The call that one device makes."""
+        sizes = parts.local_sizes(chosen, self.sizes)
+        batch = self.batch and dataclasses.replace(self.batch, size=sizes.pop(_BATCH.symbol))
+        return self.call.resized(sizes), batch
+
+
+def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | None], Function]) -> Function:
+    """A call, which XLA divides among devices. local: how a call is made on one."""
+    layout = _Layout(call, batch)
+    function = local(call, batch)
+    if not layout.parallels:
+        return function
+
+    def computation(*operands: jax.Array) -> list[jax.Array]:
+        return function(*operands)
+
+    divided = custom_partitioning(computation)
+    rule, factor_sizes = _sharding_rule(layout)
+    divided.def_partition(
+        functools.partial(_partition, layout, local),
+        infer_sharding_from_operands=functools.partial(_infer, layout),
+        decode_shardings=False,
+        sharding_rule=rule,
+        **factor_sizes,
+    )
+
+    def choose(*operands: jax.Array) -> list[jax.Array]:
+        mesh = jax.sharding.get_abstract_mesh()
+        types = set(mesh.axis_types)
+        if jax.sharding.AxisType.Manual in types:
+            return function(*operands)
+        if jax.sharding.AxisType.Explicit in types:
+            out = _explicit_results(layout, mesh, operands)
+            return list(jax.sharding.auto_axes(lambda *x: tuple(divided(*x)), out_sharding=out)(*operands))
+        return list(divided(*operands))
+
+    return choose
+
+
+def _sharding_rule(layout: _Layout) -> tuple[str, dict[str, int]]:
+    """Shardy's rule, and the sizes of the factors that are no dimension by themselves.
+
+    What the call cannot divide has a factor of its own, so that nothing spreads along it, and the partitioner is told
+    how it is sharded; an update keeps the sharding of what it updates.
+    """
+    factors: dict[str, int] = {}
+    own = iter(range(1 << 30))
+    finer = {p.finer: p.symbol for p in layout.parallels if p.finer}
+    divisible = {symbol for p in layout.parallels for symbol in p.symbols}
+
+    def single(name: str, size: int) -> str:
+        factors[name] = size
+        return name
+
+    def dimension(dim: Dimension) -> str:
+        if dim.symbol not in divisible or dim.plus:
+            return f"own{next(own)}"
+        name, size = dim.symbol.lower(), layout.sizes[dim.symbol]
+        if dim.symbol in finer:
+            coarse = finer[dim.symbol]
+            each = size // layout.sizes[coarse]
+            found = [(coarse.lower(), layout.sizes[coarse]), (f"{name}each", each)]
+        else:
+            found = [(name, size)]
+        if dim.factor > 1:
+            found.append((f"own{next(own)}", dim.factor))
+        found = [(n, s) for n, s in found if s != 1]
+        if not found:
+            return f"own{next(own)}"
+        names = [single(n, s) for n, s in found]
+        if len(names) > 1:
+            return f"({' '.join(names)})"
+        whole.add(names[0])
+        return names[0]
+
+    whole: set[str] = set()
+    operands = [[dimension(d) for d in dims] for dims in layout.operands]
+    updates = [operands[i] for i in layout.call.updates]
+    results = [[dimension(d) for d in dims] for dims in layout.results[: len(layout.call.results)]]
+    for position, names in zip(layout.call.updates, updates, strict=True):
+        missing = len(layout.results[-1]) - len(layout.operands[position])
+        results.append([dimension(_BATCH)] * missing + names)
+    rule = f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
+    return rule, {name: size for name, size in factors.items() if name not in whole}
+
+
+def _partition(
+    layout: _Layout,
+    local: Callable[[Call, Batch | None], Function],
+    mesh: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+) -> tuple[Any, Function, list[Any], tuple[Any, ...]]:
+    """What custom_partitioning asks: the computation of one device, and the shardings of its results and operands."""
+    like = next(x.sharding for x in operands if x.sharding is not None)
+    devices = list(like.device_set) if like.num_devices == 1 else list(like._device_assignment)
+    count = len(devices)
+    chosen = _chosen(layout, operands, count)
+    own, batch = layout.local(chosen)
+    compute = local(own, batch)
+    sums = _sums(layout, chosen)
+
+    def on_one_device(*arrays: jax.Array) -> list[jax.Array]:
+        got = list(compute(*arrays))
+        for i, together in sums.items():
+            got[i] = jax.lax.psum(got[i], "devices", axis_index_groups=together)
+        return got
+
+    def sharding(dims: Dims) -> Any:
+        return type(like)(devices, _op_sharding([parts.parts_of(d, chosen, count) for d in dims]))
+
+    every = jax.sharding.Mesh(np.array(devices), ("devices",))
+    return every, on_one_device, [sharding(d) for d in layout.results], tuple(map(sharding, layout.operands))
+
+
+def _infer(layout: _Layout, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The results' shardings by the operands', for the partitioner before Shardy."""
+    like = next(x.sharding for x in operands if x.sharding is not None)
+    chosen = _chosen(layout, operands, like.num_devices, quiet=True)
+    return [
+        type(like)(
+            list(like._device_assignment),
+            _op_sharding([parts.parts_of(d, chosen, like.num_devices) for d in dims]),
+        )
+        for dims in layout.results
+    ]
+
+
+def _chosen(layout: _Layout, operands: Sequence[Any], count: int, quiet: bool = False) -> dict[str, Parts]:
+    placed = layout.placed(operands, [_division(x, count) for x in operands])
+    chosen = parts.divide(layout.parallels, layout.sizes, placed, count)
+    if not quiet:
+        _warn(layout, operands, placed, chosen, count)
+    return chosen
+
+
+def _division(x: Any, count: int) -> tuple[Parts, ...]:
+    """How the partitioner has divided each dimension of an operand."""
+    whole = ((0,) * count,) * len(x.shape)
+    if x.sharding is None:
+        return whole
+    hlo = x.sharding._to_xla_hlo_sharding(len(x.shape))
+    if not hlo.is_tiled():
+        return whole
+    tiles = np.reshape(hlo.tile_assignment_devices(), hlo.tile_assignment_dimensions())
+    found = np.zeros((len(x.shape), count), int)
+    for index, device in np.ndenumerate(tiles):
+        found[:, device] = index[: len(x.shape)]
+    return tuple(tuple(row) for row in found.tolist())
+
+
+def _op_sharding(division: Sequence[Parts]) -> Any:
+    """A sharding of XLA's, of how each dimension is divided."""
+    proto: Any = xla_client.OpSharding()
+    if not division or all(parts.ways(p) == 1 for p in division):
+        proto.type = xla_client.OpSharding.Type.REPLICATED
+        return proto
+    ways = [parts.ways(p) for p in division]
+    # Devices by their part, those with the same one behind each other.
+    order = sorted(range(len(division[0])), key=lambda device: [p[device] for p in division])
+    proto.type = xla_client.OpSharding.Type.OTHER
+    proto.tile_assignment_dimensions = [*ways, len(order) // math.prod(ways)]
+    proto.tile_assignment_devices = order
+    proto.replicate_on_last_tile_dim = True
+    return proto
+
+
+def _sums(layout: _Layout, chosen: Mapping[str, Parts]) -> dict[int, list[list[int]]]:
+    """Of the results that are sums over several devices the groups of devices that add up."""
+    found = {}
+    declared = {r.field: r for r in layout.call.op.results}
+    for i, (field, _) in enumerate(layout.call.results):
+        over = declared[field].sums_over
+        if not over:
+            continue
+        of_result = [chosen[d.symbol] for d in layout.results[i] if d.symbol in chosen and not d.plus]
+        combined = list(zip(*of_result, strict=True)) if of_result else [()] * len(chosen[over])
+        numbers = {c: n for n, c in enumerate(sorted(set(combined)))}
+        together = parts.groups(chosen[over], tuple(numbers[c] for c in combined))
+        if len(together[0]) > 1:
+            found[i] = together
+    return found
+
+
+def _warn(
+    layout: _Layout, operands: Sequence[Any], placed: Sequence[Placed], chosen: Mapping[str, Parts], count: int
+) -> None:
+    """Say what must move."""
+    call = layout.call
+    for (name, _), x, tensor in zip(call.operands, operands, placed, strict=True):
+        label = call.op.label(name, call.dims.__contains__)
+        for i, (dim, given) in enumerate(zip(tensor.dims, tensor.parts, strict=True)):
+            if parts.kept(given, parts.parts_of(dim, chosen, count)):
+                continue
+            words = "the batch of vmap" if dim == _BATCH else parts.MEANINGS.get(dim.symbol, dim.symbol)
+            shape = ", ".join(map(str, x.shape))
+            message = (
+                f"{call.op.function}: {label} [{shape}] is sharded over its dimension {i} ({words}), "
+                f"{parts.ways(given)} ways, which the call cannot keep: {_size(tensor.nbytes)} are gathered or moved. "
+                f"{_advice(layout, tensor.dims, dim, parts.ways(given))}"
+            )
+            warnings.warn(message, ShardingWarning, stacklevel=2)
+
+
+def _advice(layout: _Layout, dims: Dims, dim: Dimension, ways: int) -> str:
+    parallel = {symbol: p for p in layout.parallels for symbol in p.symbols}
+    if dim.symbol in parallel and not dim.plus:
+        size = layout.sizes[parallel[dim.symbol].symbol]
+        if size % ways:
+            return f"{size} {parts.MEANINGS[parallel[dim.symbol].symbol]} do not divide into {ways} equal parts"
+        return "Shard all arguments alike"
+    heads = [i for i, d in enumerate(dims) if d.symbol in parallel and d != _BATCH and not d.plus]
+    instead = f"shard its dimension {heads[0]} (heads) instead" if heads else "replicate it"
+    return f"To avoid it, {instead}, or put the call in jax.shard_map; docs/sharding.md says what can be sharded"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
+
+
+def _explicit_results(layout: _Layout, mesh: Any, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+    """The results' shardings, where shardings are part of the types (explicit axes of a mesh)."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    places = dict(zip(sizes, np.indices(mesh.axis_sizes).reshape(len(sizes), -1), strict=True))
+    count = mesh.size
+    named: dict[Parts, Any] = {(0,) * count: None}
+
+    def divided(entry: Any) -> Parts:
+        number = np.zeros(count, int)
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            number = number * sizes[axis] + places[axis]
+        return named.setdefault(tuple(number.tolist()), entry) and tuple(number.tolist()) or (0,) * count
+
+    def spec(x: jax.Array) -> list[Any]:
+        found = list(jax.typeof(x).sharding.spec)
+        return found + [None] * (x.ndim - len(found))
+
+    specs = [spec(x) for x in operands]
+    placed = layout.placed(operands, [tuple(map(divided, s)) for s in specs])
+    chosen = parts.divide(layout.parallels, layout.sizes, placed, count)
+    results = [[named[parts.parts_of(d, chosen, count)] for d in dims] for dims in layout.results]
+    for i, position in enumerate(layout.call.updates, len(layout.call.results)):
+        if len(results[i]) == len(specs[position]):
+            results[i] = specs[position]
+    return tuple(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*r)) for r in results)
+
+
+def result_avals(call: Call, operands: Sequence[Aval]) -> list[Any]:
+    """What a call returns, in JAX's terms."""
+    return [shape_dtype(aval) for _, aval in call.results] + [shape_dtype(operands[i]) for i in call.updates]
