@@ -20,9 +20,8 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jaxlib import xla_client
 
-from flashxla.jax_avals import shape_dtype
 from flashxla.ops import parts
-from flashxla.ops.op import Aval, Call
+from flashxla.ops.op import Call
 from flashxla.ops.parts import Parallel, Parts, Placed
 from flashxla.ops.shapes import Dimension, Dims
 
@@ -66,6 +65,12 @@ class _Layout:
     def parallels(self) -> tuple[Parallel, ...]:
         return (*((Parallel(_BATCH.symbol),) if self.batch else ()), *self.call.op.parallel)
 
+    @functools.cached_property
+    def summed(self) -> dict[int, str]:
+        """Of the results that are sums, over which symbol."""
+        over = {r.field: r.sums_over for r in self.call.op.results}
+        return {i: over[field] for i, (field, _) in enumerate(self.call.results) if over[field]}
+
     def placed(self, shapes: Sequence[Any], divisions: Sequence[tuple[Parts, ...]]) -> list[Placed]:
         """The operands where they are."""
         return [
@@ -101,13 +106,11 @@ def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | 
     )
 
     def choose(*operands: jax.Array) -> list[jax.Array]:
-        mesh = jax.sharding.get_abstract_mesh()
-        types = set(mesh.axis_types)
-        if jax.sharding.AxisType.Manual in types:
+        if jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return function(*operands)
-        if jax.sharding.AxisType.Explicit in types:
-            out = _explicit_results(layout, mesh, operands)
-            return list(jax.sharding.auto_axes(lambda *x: tuple(divided(*x)), out_sharding=out)(*operands))
+        mesh = _explicit_mesh(operands)
+        if mesh is not None:
+            return _by_types(layout, local, mesh, operands)
         return list(divided(*operands))
 
     return choose
@@ -244,11 +247,7 @@ def _op_sharding(division: Sequence[Parts]) -> Any:
 def _sums(layout: _Layout, chosen: Mapping[str, Parts]) -> dict[int, list[list[int]]]:
     """Of the results that are sums over several devices the groups of devices that add up."""
     found = {}
-    declared = {r.field: r for r in layout.call.op.results}
-    for i, (field, _) in enumerate(layout.call.results):
-        over = declared[field].sums_over
-        if not over:
-            continue
+    for i, over in layout.summed.items():
         of_result = [chosen[d.symbol] for d in layout.results[i] if d.symbol in chosen and not d.plus]
         combined = list(zip(*of_result, strict=True)) if of_result else [()] * len(chosen[over])
         numbers = {c: n for n, c in enumerate(sorted(set(combined)))}
@@ -294,33 +293,82 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
 
 
-def _explicit_results(layout: _Layout, mesh: Any, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
-    """The results' shardings, where shardings are part of the types (explicit axes of a mesh)."""
+def _explicit_mesh(operands: Sequence[jax.Array]) -> Any:
+    """The mesh with explicit axes of the operands, if they have one."""
+    meshes = [jax.typeof(x).sharding.mesh for x in operands]
+    return next((m for m in meshes if jax.sharding.AxisType.Explicit in m.axis_types), None)
+
+
+def _by_types(
+    layout: _Layout,
+    local: Callable[[Call, Batch | None], Function],
+    mesh: Any,
+    operands: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """The call where shardings are part of the types (a mesh with explicit axes): in a shard_map."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     places = dict(zip(sizes, np.indices(mesh.axis_sizes).reshape(len(sizes), -1), strict=True))
     count = mesh.size
-    named: dict[Parts, Any] = {(0,) * count: None}
+    axes_of: dict[Parts, tuple[str, ...]] = {}
 
-    def divided(entry: Any) -> Parts:
+    def divided(axes: tuple[str, ...]) -> Parts:
         number = np.zeros(count, int)
-        for axis in (entry,) if isinstance(entry, str) else entry or ():
+        for axis in axes:
             number = number * sizes[axis] + places[axis]
-        return named.setdefault(tuple(number.tolist()), entry) and tuple(number.tolist()) or (0,) * count
+        division = tuple(number.tolist())
+        axes_of.setdefault(division, axes)
+        return division
 
-    def spec(x: jax.Array) -> list[Any]:
-        found = list(jax.typeof(x).sharding.spec)
-        return found + [None] * (x.ndim - len(found))
+    def spec(x: jax.Array) -> list[tuple[str, ...]]:
+        found = [(e,) if isinstance(e, str) else tuple(e or ()) for e in jax.typeof(x).sharding.spec]
+        return found + [()] * (x.ndim - len(found))
+
+    def sharding(spec: Sequence[tuple[str, ...]]) -> Any:
+        return jax.sharding.PartitionSpec(*(axes or None for axes in spec))
 
     specs = [spec(x) for x in operands]
+    for axes in [axes for s in specs for axes in s]:
+        for end in range(len(axes) + 1):
+            divided(axes[:end])
     placed = layout.placed(operands, [tuple(map(divided, s)) for s in specs])
-    chosen = parts.divide(layout.parallels, layout.sizes, placed, count)
-    results = [[named[parts.parts_of(d, chosen, count)] for d in dims] for dims in layout.results]
+    chosen = parts.divide(layout.parallels, layout.sizes, placed, count, axes_of.__contains__)
+    _warn(layout, operands, placed, chosen, count)
+    own, batch = layout.local(chosen)
+    compute = local(own, batch)
+    sums = _sums(layout, chosen)
+    fine = {symbol: axes_of[p] for symbol, p in chosen.items()}
+
+    def on_one_device(*arrays: jax.Array) -> list[jax.Array]:
+        got = list(compute(*arrays))
+        for i in sums:
+            of_result = {axis for d in layout.results[i] for axis in fine.get(d.symbol, ())}
+            over = [axis for axis in fine[layout.summed[i]] if axis not in of_result]
+            got[i] = jax.lax.psum(got[i], tuple(over))
+        return got
+
+    def wanted(dims: Dims) -> Any:
+        return sharding([axes_of[parts.parts_of(d, chosen, count)] for d in dims])
+
+    in_specs = tuple(map(wanted, layout.operands))
+    out_specs = [wanted(dims) for dims in layout.results]
+    mapped = jax.shard_map(
+        on_one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    moved = [
+        jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, s))
+        for x, s in zip(operands, in_specs, strict=True)
+    ]
+    results = mapped(*moved)
+    # An update stays where it was.
     for i, position in enumerate(layout.call.updates, len(layout.call.results)):
-        if len(results[i]) == len(specs[position]):
-            results[i] = specs[position]
-    return tuple(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*r)) for r in results)
+        if results[i].ndim == operands[position].ndim:
+            results[i] = retyped(results[i], operands[position])
+    return results
 
 
-def result_avals(call: Call, operands: Sequence[Aval]) -> list[Any]:
-    """What a call returns, in JAX's terms."""
-    return [shape_dtype(aval) for _, aval in call.results] + [shape_dtype(operands[i]) for i in call.updates]
+def retyped(x: jax.Array, like: jax.Array) -> jax.Array:
+    """An array with the type of another one, where shardings are part of types."""
+    wanted = jax.typeof(like).sharding
+    if wanted == jax.typeof(x).sharding or jax.sharding.AxisType.Explicit not in wanted.mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, wanted)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flashxla.ops.shapes import Dimension, Dims
 
@@ -69,20 +70,25 @@ def ways(parts: Parts) -> int:
 
 
 def divide(
-    parallels: Sequence[Parallel], sizes: Mapping[str, int], tensors: Sequence[Placed], devices: int
+    parallels: Sequence[Parallel],
+    sizes: Mapping[str, int],
+    tensors: Sequence[Placed],
+    devices: int,
+    possible: Callable[[Parts], bool] = lambda parts: True,
 ) -> dict[str, Parts]:
     """The part of each parallel symbol that each device works on.
 
     The largest tensor that is divided along a symbol decides, because it is the dearest to move: a cache before the
-    queries.
+    queries. possible: whether the front end can say a division.
     """
     whole: Parts = (0,) * devices
     largest = sorted(tensors, key=lambda t: -t.nbytes)
     chosen: dict[str, Parts] = {}
     for parallel in parallels:
         chosen[parallel.symbol] = whole
-        for parts in _candidates(largest, parallel.symbols):
-            if sizes[parallel.symbol] % ways(parts) == 0 and _is_balanced([*chosen.values(), parts]):
+        for candidate in _candidates(largest, parallel.symbols):
+            parts = _coarsened(candidate, sizes[parallel.symbol])
+            if ways(parts) > 1 and possible(parts) and _is_balanced([*chosen.values(), parts]):
                 chosen[parallel.symbol] = parts
                 break
         if not parallel.finer:
@@ -93,7 +99,7 @@ def divide(
             continue
         for parts in _candidates(largest, [parallel.finer]):
             fits = sizes[parallel.finer] % ways(parts) == 0 and refines(parts, coarse)
-            if fits and _is_balanced([*chosen.values(), parts]):
+            if fits and possible(parts) and _is_balanced([*chosen.values(), parts]):
                 chosen[parallel.finer] = parts
                 break
     return chosen
@@ -101,6 +107,12 @@ def divide(
 
 def _candidates(tensors: Sequence[Placed], symbols: Sequence[str]) -> Iterator[Parts]:
     return (p for symbol in symbols for t in tensors for p in t.along(symbol) if ways(p) > 1)
+
+
+def _coarsened(parts: Parts, size: int) -> Parts:
+    """A division in as many of the same parts as a size has in common with it."""
+    each = ways(parts) // math.gcd(ways(parts), size)
+    return tuple(part // each for part in parts)
 
 
 def refines(parts: Parts, coarse: Parts) -> bool:
