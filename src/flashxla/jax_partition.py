@@ -258,7 +258,11 @@ def _sums(layout: _Layout, chosen: Mapping[str, Parts]) -> dict[int, list[list[i
 
 
 def _warn(
-    layout: _Layout, operands: Sequence[Any], placed: Sequence[Placed], chosen: Mapping[str, Parts], count: int
+    layout: _Layout,
+    operands: Sequence[Any],
+    placed: Sequence[Placed],
+    chosen: Mapping[str, Parts],
+    count: int,
 ) -> None:
     """Say what must move."""
     call = layout.call
@@ -282,11 +286,15 @@ def _advice(layout: _Layout, dims: Dims, dim: Dimension, ways: int) -> str:
     if dim.symbol in parallel and not dim.plus:
         size = layout.sizes[parallel[dim.symbol].symbol]
         if size % ways:
-            return f"{size} {parts.MEANINGS[parallel[dim.symbol].symbol]} do not divide into {ways} equal parts"
+            return (
+                f"{size} {parts.MEANINGS[parallel[dim.symbol].symbol]} do not divide into {ways} equal parts"
+            )
         return "Shard all arguments alike"
     heads = [i for i, d in enumerate(dims) if d.symbol in parallel and d != _BATCH and not d.plus]
     instead = f"shard its dimension {heads[0]} (heads) instead" if heads else "replicate it"
-    return f"To avoid it, {instead}, or put the call in jax.shard_map; docs/sharding.md says what can be sharded"
+    return (
+        f"To avoid it, {instead}, or put the call in jax.shard_map; docs/sharding.md says what can be sharded"
+    )
 
 
 def _size(nbytes: int) -> str:
@@ -351,9 +359,7 @@ def _by_types(
 
     in_specs = tuple(map(wanted, layout.operands))
     out_specs = [wanted(dims) for dims in layout.results]
-    mapped = jax.shard_map(
-        on_one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    mapped = jax.shard_map(on_one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     moved = [
         jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, s))
         for x, s in zip(operands, in_specs, strict=True)

@@ -61,7 +61,9 @@ class Placed:
 
     def along(self, symbol: str) -> Iterator[Parts]:
         """How its dimensions of a symbol are divided."""
-        return (p for dim, p in zip(self.dims, self.parts, strict=True) if dim.symbol == symbol and not dim.plus)
+        return (
+            p for dim, p in zip(self.dims, self.parts, strict=True) if dim.symbol == symbol and not dim.plus
+        )
 
 
 def ways(parts: Parts) -> int:
