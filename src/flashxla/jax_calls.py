@@ -46,6 +46,24 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
     return list(_computation(call, installed)(*(vary(x, axes) for x in operands)))
 
 
+def batch(call: Call, operands: Sequence[jax.Array], batched: tuple[bool, ...], whole: Call) -> list[jax.Array]:
+    """Many calls at once, like jax.vmap: of `batched` operands and of all results there is one for each, in front.
+
+    whole: what they are as one call, for those who observe.
+    """
+    for calls in _observers.get():
+        given = dict(whole.arguments)
+        calls.append((whole, tuple(aval for name, _ in whole.operands if (aval := given[name]) is not None)))
+    installed = tuple(name for name in PLATFORMS if native.is_installed(name))
+    return list(_batch_computation(call, installed, batched)(*operands))
+
+
+@functools.lru_cache(maxsize=4096)
+def _batch_computation(call: Call, installed: tuple[str, ...], batched: tuple[bool, ...]) -> Any:
+    function = jax.vmap(_computation(call, installed), in_axes=tuple(0 if b else None for b in batched))
+    return jax.jit(function, inline=True)
+
+
 @functools.lru_cache(maxsize=4096)
 def _computation(call: Call, installed: tuple[str, ...]) -> Any:
     """A call with its derivative. inline: it leaves no function of its own in the programs that contain it."""
