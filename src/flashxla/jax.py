@@ -20,7 +20,7 @@ except ImportError as error:
 
 from flashxla import setup_custom_call
 from flashxla.jax_context_parallel import merge_attn_states_over, ring_attention, ring_order
-from flashxla.jax_functions import call, call_dense
+from flashxla.jax_functions import call, call_even
 from flashxla.ops import OPS
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.op import Op
@@ -59,7 +59,7 @@ def _form(form: Callable[..., Form]) -> Callable[..., Any]:
         if made.dense is None:
             return made.call(_FUNCTIONS["flash_attn_varlen_func"], tensor_of)
         sequences, _ = made.dense
-        return made.call(functools.partial(call_dense, sequences), tensor_of)
+        return made.call(functools.partial(call_even, sequences), tensor_of)
 
     function.__module__ = __name__
     return function

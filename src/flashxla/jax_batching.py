@@ -7,6 +7,8 @@ common (sinks, say), the calls run one after the other.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +28,18 @@ _ROWS = ("T", "Tk", "N", "P")
 _OF_SEQUENCES = {"alibi_slopes": "Hq", "q_descale": "Hk", "k_descale": "Hk", "v_descale": "Hk"}
 
 
-def vmapped(call: Call, compute: Compute, batch: Batch | None = None) -> Function:
-    """A call, or a batch of calls, that jax.vmap takes. compute: how one call is made on one device."""
+def vmapped(call: Call, compute: Compute, even: bool, batch: Batch | None = None) -> Function:
+    """A call, or a batch of calls, that jax.vmap takes.
+
+    compute: how one call is made on one device. even: a call has one sequence, with all tokens.
+    """
     function = jax.custom_batching.custom_vmap(partitioned(call, batch, lambda c, b: _local(c, b, compute)))
 
     @function.def_vmap
     def rule(size: int, batched: list[bool], *operands: jax.Array) -> tuple[list[jax.Array], list[bool]]:
         merged, arrays = _nested(size, batched, batch, operands)
-        got = vmapped(call, compute, merged)(*arrays)
+        merged = dataclasses.replace(merged, even=even)
+        got = vmapped(call, compute, even, merged)(*arrays)
         if batch:
             got = [x.reshape(size, batch.size, *x.shape[1:]) for x in got]
         return got, [True] * len(got)
@@ -64,7 +70,8 @@ def _local(call: Call, batch: Batch | None, compute: Compute) -> Function:
         return compute(call)
     merge = _MERGES.get(call.op.native)
     # In check mode errors name positions in an index tensor: in that of one call.
-    if merge is None or batch.size == 0 or os.environ.get("FLASHXLA_CHECK") == "1":
+    checked = os.environ.get("FLASHXLA_CHECK") == "1" and not batch.even
+    if merge is None or batch.size == 0 or checked:
         return lambda *operands: _one_after_the_other(call, batch, compute, operands)
 
     def function(*operands: jax.Array) -> list[jax.Array]:
@@ -97,6 +104,7 @@ class _Merged:
     def __init__(self, call: Call, batch: Batch, operands: tuple[jax.Array, ...]) -> None:
         self.call = call
         self.count = batch.size
+        self.even = batch.even
         fields = [field for _, field in call.operands]
         self.arrays = dict(zip(fields, operands, strict=True))
         self.batched = dict(zip(fields, batch.batched, strict=True))
@@ -122,6 +130,12 @@ class _Merged:
         x = self.each(field)
         first = jnp.arange(self.count, dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)) * size
         return jnp.where((x >= 0) & (x <= size), x + first, -1)
+
+    def with_gaps(self, x: jax.Array, fill: int) -> jax.Array:
+        """[V, S, ...] as [V * (S + 1), ...], with `fill` behind the sequences of each call."""
+        if not self.even:
+            x = jnp.pad(x, ((0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
+        return x.reshape(-1, *x.shape[2:])
 
     def made(self, compute: Compute, scalars: dict[str, Any]) -> list[jax.Array]:
         """The one call's results, as those of each call."""
@@ -192,21 +206,25 @@ def _of_attention(merged: _Merged) -> dict[str, Any] | None:
     if merged.count * max(sizes["T"], sizes.get("Tk", 0)) > jnp.iinfo(jnp.int32).max:
         return None
 
-    lengths = _lengths(merged, is_paged)
-    arrays["seqused_k"] = _with_gaps(lengths, -1)
-    arrays["cu_seqlens_q"] = _offsets(merged.moved_on("cu_seqlens_q", sizes["T"]))
+    if merged.even:
+        for field, tokens in (("cu_seqlens_q", "T"), ("cu_seqlens_k", "Tk")):
+            arrays[field] = sizes[tokens] * jnp.arange(merged.count + 1, dtype=jnp.int32)
+            merged.batched[field] = False
+    else:
+        arrays["seqused_k"] = merged.with_gaps(_lengths(merged, is_paged), -1)
+        arrays["cu_seqlens_q"] = _offsets(merged.moved_on("cu_seqlens_q", sizes["T"]))
     if "num_seqs" in merged:
         arrays["num_seqs"] = jnp.full((1,), merged.count * (sizes["S"] + 1), jnp.int32)
     if "leftpad_k" in merged:
-        arrays["leftpad_k"] = _with_gaps(merged.each("leftpad_k"), 0)
+        arrays["leftpad_k"] = merged.with_gaps(merged.each("leftpad_k"), 0)
 
     if is_paged and not _pages_together(merged):
         return None
     if not is_paged:
-        shared = not is_backward and not (batched["k"] or batched["v"])
-        size = sizes["Tk"]
-        offsets = merged.each("cu_seqlens_k") if shared else merged.moved_on("cu_seqlens_k", size)
-        arrays["cu_seqlens_k"] = _offsets(offsets)
+        shared = not is_backward and not merged.even and not (batched["k"] or batched["v"])
+        if not merged.even:
+            moved = merged.each if shared else functools.partial(merged.moved_on, size=sizes["Tk"])
+            arrays["cu_seqlens_k"] = _offsets(moved("cu_seqlens_k"))
         if not shared:
             for field in ("k", "v"):
                 merged.put_rows_together(field)
@@ -251,14 +269,8 @@ def _pages_together(merged: _Merged) -> bool:
             return False
     else:
         table = merged.each("block_table")
-    arrays["block_table"] = _with_gaps(table, 0)
+    arrays["block_table"] = merged.with_gaps(table, 0)
     return True
-
-
-def _with_gaps(x: jax.Array, fill: int) -> jax.Array:
-    """[V, S, ...] as [V * (S + 1), ...], with `fill` behind the sequences of each call."""
-    padded = jnp.pad(x, ((0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
-    return padded.reshape(-1, *x.shape[2:])
 
 
 def _offsets(x: jax.Array) -> jax.Array:
@@ -273,7 +285,7 @@ def _per_sequence(merged: _Merged, field: str, heads: int) -> jax.Array:
     x = merged.each(field)
     if not any(dim.symbol == "S" for dim in merged.dims[field]):
         x = jnp.broadcast_to(x.reshape(merged.count, 1, -1), (merged.count, sequences, heads))
-    return _with_gaps(x, 0)
+    return merged.with_gaps(x, 0)
 
 
 _MERGES: dict[str, Callable[[_Merged], dict[str, Any] | None]] = {

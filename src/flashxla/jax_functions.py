@@ -25,27 +25,12 @@ def call(op: Op, args: Sequence[Any]) -> Any:
     return _returned(resolved, jax_calls.custom_call(resolved, operands))
 
 
-def call_dense(sequences: int, **arguments: Any) -> Any:
-    """Call flash_attn_varlen_func for `sequences` of one length each, whose tensors lie one behind the other.
-
-    It is a batch of calls of one sequence: XLA sees the dimension over which it may shard them.
-    """
+def call_even(sequences: int, **arguments: Any) -> Any:
+    """Call flash_attn_varlen_func for `sequences` of one length each, one behind the other."""
     registration.register_jax()
-    whole, operands = resolve(FLASH_ATTN_VARLEN, flash_attn_varlen_func(**arguments))
-    sizes = whole.sizes
-    if not sequences:
-        return _returned(whole, jax_calls.custom_call(whole, operands))
-    one = whole.resized({"S": 1, "T": sizes["T"] // sequences, "Tk": sizes["Tk"] // sequences})
-    batched = tuple(dims[0].symbol in ("T", "Tk", "S") and not dims[0].plus for dims in whole.operand_dims)
-    split = [
-        x.reshape(sequences, -1, *x.shape[1:]) if b else x[:2] if dims[0].plus else x
-        for x, b, dims in zip(operands, batched, whole.operand_dims, strict=True)
-    ]
-    results = jax_calls.batch(one, split, batched, whole)
-    out = results[0].reshape(whole.results[0][1].shape)
-    if len(results) == 1:
-        return out
-    return out, jnp.moveaxis(results[1], 0, 1).reshape(whole.results[1][1].shape)
+    resolved, operands = resolve(FLASH_ATTN_VARLEN, flash_attn_varlen_func(**arguments))
+    made = jax_calls.even_sequences if sequences else jax_calls.custom_call
+    return _returned(resolved, made(resolved, operands))
 
 
 def resolve(op: Op, args: Sequence[Any]) -> tuple[Call, list[jax.Array]]:

@@ -31,10 +31,14 @@ _BATCH = Dimension("V")  # no operation's symbol
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Several calls at once, as jax.vmap makes them: how many, and which operands have one for each, in front."""
+    """Several calls at once, as jax.vmap makes them: how many, and which operands have one for each, in front.
+
+    even: each is one sequence with all tokens of the call.
+    """
 
     size: int
     batched: tuple[bool, ...]
+    even: bool = False
 
 
 class ShardingWarning(UserWarning):
