@@ -110,11 +110,11 @@ def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | 
     )
 
     def choose(*operands: jax.Array) -> list[jax.Array]:
-        if jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
-            return function(*operands)
         mesh = _explicit_mesh(operands)
         if mesh is not None:
             return _by_types(layout, local, mesh, operands)
+        if jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+            return function(*operands)
         return list(divided(*operands))
 
     return choose
@@ -262,27 +262,34 @@ def _sums(layout: _Layout, chosen: Mapping[str, Parts]) -> dict[int, list[list[i
 
 
 def _warn(
-    layout: _Layout,
-    operands: Sequence[Any],
-    placed: Sequence[Placed],
-    chosen: Mapping[str, Parts],
-    count: int,
+    layout: _Layout, operands: Sequence[Any], placed: Sequence[Placed], chosen: Mapping[str, Parts], count: int
 ) -> None:
-    """Say what must move."""
+    """Say what must move, and which cache is copied."""
     call = layout.call
     for (name, _), x, tensor in zip(call.operands, operands, placed, strict=True):
-        label = call.op.label(name, call.dims.__contains__)
+        label = f"{call.op.label(name, call.dims.__contains__)} [{', '.join(map(str, x.shape))}]"
+        is_cache = any(dim.symbol == "P" for dim in tensor.dims)
         for i, (dim, given) in enumerate(zip(tensor.dims, tensor.parts, strict=True)):
-            if parts.kept(given, parts.parts_of(dim, chosen, count)):
+            wanted = parts.parts_of(dim, chosen, count)
+            if not parts.kept(given, wanted):
+                message = (
+                    f"{label} is sharded over its dimension {i} ({_meaning(dim)}), in {parts.ways(given)} parts, which "
+                    f"the call cannot keep: {_size(tensor.nbytes)} are gathered or moved. "
+                    + _advice(layout, tensor.dims, dim, parts.ways(given))
+                )
+            elif is_cache and parts.ways(wanted) > parts.ways(given):
+                message = (
+                    f"{label} is whole in its dimension {i} ({_meaning(dim)}), of which each device needs one of "
+                    f"{parts.ways(wanted)} parts: each copies its part of {_size(tensor.nbytes)}. "
+                    f"To avoid it, shard its dimension {i} as the other arguments are"
+                )
+            else:
                 continue
-            words = "the batch of vmap" if dim == _BATCH else parts.MEANINGS.get(dim.symbol, dim.symbol)
-            shape = ", ".join(map(str, x.shape))
-            message = (
-                f"{call.op.function}: {label} [{shape}] is sharded over its dimension {i} ({words}), "
-                f"{parts.ways(given)} ways, which the call cannot keep: {_size(tensor.nbytes)} are gathered or moved. "
-                f"{_advice(layout, tensor.dims, dim, parts.ways(given))}"
-            )
-            warnings.warn(message, ShardingWarning, stacklevel=2)
+            warnings.warn(f"{call.op.function}: {message}", ShardingWarning, stacklevel=2)
+
+
+def _meaning(dim: Dimension) -> str:
+    return "the batch" if dim == _BATCH else parts.MEANINGS.get(dim.symbol, dim.symbol or "keys and values")
 
 
 def _advice(layout: _Layout, dims: Dims, dim: Dimension, ways: int) -> str:
@@ -290,15 +297,12 @@ def _advice(layout: _Layout, dims: Dims, dim: Dimension, ways: int) -> str:
     if dim.symbol in parallel and not dim.plus:
         size = layout.sizes[parallel[dim.symbol].symbol]
         if size % ways:
-            return (
-                f"{size} {parts.MEANINGS[parallel[dim.symbol].symbol]} do not divide into {ways} equal parts"
-            )
-        return "Shard all arguments alike"
+            what = _meaning(Dimension(parallel[dim.symbol].symbol))
+            return f"{size} {what} do not divide into {ways} equal parts"
+        return "To avoid it, shard all arguments alike"
     heads = [i for i, d in enumerate(dims) if d.symbol in parallel and d != _BATCH and not d.plus]
     instead = f"shard its dimension {heads[0]} (heads) instead" if heads else "replicate it"
-    return (
-        f"To avoid it, {instead}, or put the call in jax.shard_map; docs/sharding.md says what can be sharded"
-    )
+    return f"To avoid it, {instead}, or put the call in jax.shard_map (docs/sharding.md)"
 
 
 def _size(nbytes: int) -> str:

@@ -86,24 +86,24 @@ def divide(
     whole: Parts = (0,) * devices
     largest = sorted(tensors, key=lambda t: -t.nbytes)
     chosen: dict[str, Parts] = {}
+    others: list[Parts] = []
     for parallel in parallels:
         chosen[parallel.symbol] = whole
         for candidate in _candidates(largest, parallel.symbols):
             parts = _coarsened(candidate, sizes[parallel.symbol])
-            if ways(parts) > 1 and possible(parts) and _is_balanced([*chosen.values(), parts]):
+            if ways(parts) > 1 and possible(parts) and _is_balanced([*others, parts]):
                 chosen[parallel.symbol] = parts
                 break
-        if not parallel.finer:
-            continue
-        coarse = chosen[parallel.symbol]
-        chosen[parallel.finer] = coarse
-        if sizes[parallel.symbol] > ways(coarse):
-            continue
-        for parts in _candidates(largest, [parallel.finer]):
-            fits = sizes[parallel.finer] % ways(parts) == 0 and refines(parts, coarse)
-            if fits and possible(parts) and _is_balanced([*chosen.values(), parts]):
-                chosen[parallel.finer] = parts
-                break
+        coarse = finest = chosen[parallel.symbol]
+        if parallel.finer and sizes[parallel.symbol] == ways(coarse):
+            for parts in _candidates(largest, [parallel.finer]):
+                fits = sizes[parallel.finer] % ways(parts) == 0 and refines(parts, coarse)
+                if fits and possible(parts) and _is_balanced([*others, parts]):
+                    finest = parts
+                    break
+        if parallel.finer:
+            chosen[parallel.finer] = finest
+        others.append(finest)
     return chosen
 
 
@@ -124,16 +124,9 @@ def refines(parts: Parts, coarse: Parts) -> bool:
 
 
 def _is_balanced(divisions: Sequence[Parts]) -> bool:
-    """Whether every combination of parts that occurs is on the same number of devices, and all of them occur."""
+    """Whether every combination of their parts is on the same number of devices."""
     counts = collections.Counter(zip(*divisions, strict=True))
-    distinct: list[Parts] = []
-    for parts in sorted(divisions, key=ways, reverse=True):
-        if not any(refines(other, parts) for other in distinct):
-            distinct.append(parts)
-    combinations = 1
-    for parts in distinct:
-        combinations *= ways(parts)
-    return len(counts) == combinations and len(set(counts.values())) == 1
+    return len(counts) == math.prod(map(ways, divisions)) and len(set(counts.values())) == 1
 
 
 def parts_of(dim: Dimension, chosen: Mapping[str, Parts], devices: int) -> Parts:
