@@ -140,6 +140,9 @@ class _Merged:
     def made(self, compute: Compute, scalars: dict[str, Any]) -> list[jax.Array]:
         """The one call's results, as those of each call."""
         op = self.call.op
+        # A cache that is updated where it is: newer versions of XLA (jaxlib 0.12) need no copy of it behind this.
+        for field in self.call.updated_fields:
+            self.arrays[field] = jax.lax.optimization_barrier(self.arrays[field])
         given = {t.name: self.arrays[t.field] for t in op.tensors if t.field in self.arrays}
         avals = {t.name: aval_of(given[t.name]) if t.name in given else None for t in op.tensors}
         call = op.resolve(avals, {**dict(self.call.scalars), **scalars})
