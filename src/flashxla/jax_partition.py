@@ -262,7 +262,11 @@ def _sums(layout: _Layout, chosen: Mapping[str, Parts]) -> dict[int, list[list[i
 
 
 def _warn(
-    layout: _Layout, operands: Sequence[Any], placed: Sequence[Placed], chosen: Mapping[str, Parts], count: int
+    layout: _Layout,
+    operands: Sequence[Any],
+    placed: Sequence[Placed],
+    chosen: Mapping[str, Parts],
+    count: int,
 ) -> None:
     """Say what must move, and which cache is copied."""
     call = layout.call
