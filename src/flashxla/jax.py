@@ -1,4 +1,4 @@
-"""JAX front end: eager, jit, grad, scan, shard_map, vmap, export; on cpu and cuda.
+"""JAX front end: eager, jit (also over several devices), grad, scan, shard_map, vmap, export; on cpu and cuda.
 
 The operations of `flashxla.ops`, functional: one that updates a cache returns the new cache, behind its results.
 Where the caller donates the cache (`jax.jit` with donate_argnums, or a loop's carry), the new one is the same buffer
@@ -21,6 +21,7 @@ except ImportError as error:
 from flashxla import setup_custom_call
 from flashxla.jax_context_parallel import merge_attn_states_over, ring_attention, ring_order
 from flashxla.jax_functions import call, call_even
+from flashxla.jax_partition import ShardingWarning
 from flashxla.ops import OPS
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.op import Op
@@ -70,6 +71,7 @@ _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 globals().update(_FUNCTIONS)
 
 __all__ = [
+    "ShardingWarning",
     "export_checks",
     "merge_attn_states_over",
     "ring_attention",
