@@ -174,9 +174,8 @@ def main() -> None:
     tokens, caches = step(*fixed, model.caches, jnp.asarray(prompt), lens, model.table, new=args.prompt)
     lens = lens + 1
     decode = step.lower(*fixed, caches, tokens, lens, model.table, new=1).compile()
-    moves = re.findall(
-        r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", decode.as_text()
-    )
+    text = decode.as_text() or ""
+    moves = re.findall(r"\b(all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text)
     counts = ", ".join(f"{moves.count(name)} {name}" for name in sorted(set(moves))) or "none"
     print(f"{jax.device_count()} devices; collectives of a step: {counts}")
 

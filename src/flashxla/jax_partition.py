@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jaxlib import xla_client
 
+from flashxla import __version__
 from flashxla.ops import parts
 from flashxla.ops.op import Call
 from flashxla.ops.parts import Parallel, Parts, Placed
@@ -96,9 +98,10 @@ def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | 
     if not layout.parallels:
         return function
 
-    def computation(*operands: jax.Array) -> list[jax.Array]:
+    def computation(identity: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         return function(*operands)
 
+    identity = _identity(layout)
     divided = custom_partitioning(computation)
     rule, factor_sizes = _sharding_rule(layout)
     divided.def_partition(
@@ -115,9 +118,28 @@ def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | 
             return _by_types(layout, local, mesh, operands)
         if jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return function(*operands)
-        return list(divided(*operands))
+        return list(divided(identity, *operands))
 
     return choose
+
+
+def _identity(layout: _Layout) -> np.ndarray:
+    """A number that tells calls apart: an operand of its own.
+
+    A program shows nothing else of what is divided, such as the softmax scale, and JAX's compilation cache on disk goes
+    by what a program shows.
+    """
+    call = layout.call
+    facts = (
+        __version__,
+        call.op.name,
+        call.operands,
+        call.results,
+        call.updates,
+        call.attributes,
+        layout.batch,
+    )
+    return np.frombuffer(hashlib.sha256(repr(facts).encode()).digest(), np.uint32)[:2]
 
 
 def _sharding_rule(layout: _Layout) -> tuple[str, dict[str, int]]:
@@ -130,10 +152,6 @@ def _sharding_rule(layout: _Layout) -> tuple[str, dict[str, int]]:
     own = iter(range(1 << 30))
     finer = {p.finer: p.symbol for p in layout.parallels if p.finer}
     divisible = {symbol for p in layout.parallels for symbol in p.symbols}
-
-    def single(name: str, size: int) -> str:
-        factors[name] = size
-        return name
 
     def dimension(dim: Dimension) -> str:
         if dim.symbol not in divisible or dim.plus:
@@ -150,7 +168,8 @@ def _sharding_rule(layout: _Layout) -> tuple[str, dict[str, int]]:
         found = [(n, s) for n, s in found if s != 1]
         if not found:
             return f"own{next(own)}"
-        names = [single(n, s) for n, s in found]
+        factors.update(found)
+        names = [n for n, _ in found]
         if len(names) > 1:
             return f"({' '.join(names)})"
         whole.add(names[0])
@@ -158,12 +177,12 @@ def _sharding_rule(layout: _Layout) -> tuple[str, dict[str, int]]:
 
     whole: set[str] = set()
     operands = [[dimension(d) for d in dims] for dims in layout.operands]
-    updates = [operands[i] for i in layout.call.updates]
     results = [[dimension(d) for d in dims] for dims in layout.results[: len(layout.call.results)]]
-    for position, names in zip(layout.call.updates, updates, strict=True):
-        missing = len(layout.results[-1]) - len(layout.operands[position])
-        results.append([dimension(_BATCH)] * missing + names)
-    rule = f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
+    for position in layout.call.updates:
+        batched = layout.operands[position][:1] == (_BATCH,)
+        front = [dimension(_BATCH)] if layout.batch and not batched else []
+        results.append(front + operands[position])
+    rule = f"identity, {', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
     return rule, {name: size for name, size in factors.items() if name not in whole}
 
 
@@ -171,19 +190,20 @@ def _partition(
     layout: _Layout,
     local: Callable[[Call, Batch | None], Function],
     mesh: Any,
-    operands: Sequence[Any],
+    given: Sequence[Any],
     results: Sequence[Any],
 ) -> tuple[Any, Function, list[Any], tuple[Any, ...]]:
     """What custom_partitioning asks: the computation of one device, and the shardings of its results and operands."""
+    operands = given[1:]
     like = next(x.sharding for x in operands if x.sharding is not None)
-    devices = list(like.device_set) if like.num_devices == 1 else list(like._device_assignment)
+    devices = list(like._device_assignment)
     count = len(devices)
     chosen = _chosen(layout, operands, count)
     own, batch = layout.local(chosen)
     compute = local(own, batch)
     sums = _sums(layout, chosen)
 
-    def on_one_device(*arrays: jax.Array) -> list[jax.Array]:
+    def on_one_device(identity: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         got = list(compute(*arrays))
         for i, together in sums.items():
             got[i] = jax.lax.psum(got[i], "devices", axis_index_groups=together)
@@ -193,11 +213,13 @@ def _partition(
         return type(like)(devices, _op_sharding([parts.parts_of(d, chosen, count) for d in dims]))
 
     every = jax.sharding.Mesh(np.array(devices), ("devices",))
-    return every, on_one_device, [sharding(d) for d in layout.results], tuple(map(sharding, layout.operands))
+    placed = (sharding((Dimension("", 0, 2),)), *map(sharding, layout.operands))
+    return every, on_one_device, [sharding(d) for d in layout.results], placed
 
 
-def _infer(layout: _Layout, mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def _infer(layout: _Layout, mesh: Any, given: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The results' shardings by the operands', for the partitioner before Shardy."""
+    operands = given[1:]
     like = next(x.sharding for x in operands if x.sharding is not None)
     chosen = _chosen(layout, operands, like.num_devices, quiet=True)
     return [
