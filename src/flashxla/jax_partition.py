@@ -113,7 +113,7 @@ def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | 
     )
 
     def choose(*operands: jax.Array) -> list[jax.Array]:
-        mesh = _explicit_mesh(operands)
+        mesh = explicit_mesh(operands)
         if mesh is not None:
             return _by_types(layout, local, mesh, operands)
         if jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
@@ -335,7 +335,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
 
 
-def _explicit_mesh(operands: Sequence[jax.Array]) -> Any:
+def explicit_mesh(operands: Sequence[jax.Array]) -> Any:
     """The mesh with explicit axes of the operands, if they have one."""
     meshes = [jax.typeof(x).sharding.mesh for x in operands]
     return next((m for m in meshes if jax.sharding.AxisType.Explicit in m.axis_types), None)
