@@ -1,4 +1,4 @@
-"""JAX front end: eager, jit, grad, scan, shard_map, vmap, export; on cpu and cuda.
+"""JAX front end: eager, jit (also over several devices), grad, scan, shard_map, vmap, export; on cpu and cuda.
 
 The operations of `flashxla.ops`, functional: one that updates a cache returns the new cache, behind its results.
 Where the caller donates the cache (`jax.jit` with donate_argnums, or a loop's carry), the new one is the same buffer
@@ -20,7 +20,8 @@ except ImportError as error:
 
 from flashxla import setup_custom_call
 from flashxla.jax_context_parallel import merge_attn_states_over, ring_attention, ring_order
-from flashxla.jax_functions import call
+from flashxla.jax_functions import call, call_even
+from flashxla.jax_partition import ShardingWarning
 from flashxla.ops import OPS
 from flashxla.ops.aliases import with_aliases
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
@@ -89,7 +90,11 @@ def _tensor_of(offsets: Offsets, like: Any) -> jax.Array:
 def _form(form: Callable[..., Form]) -> Callable[..., Any]:
     @functools.wraps(form)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return form(*args, **kwargs).call(_FUNCTIONS["flash_attn_varlen_func"], _tensor_of)
+        made = form(*args, **kwargs)
+        if made.dense is None:
+            return made.call(_FUNCTIONS["flash_attn_varlen_func"], _tensor_of)
+        sequences, _ = made.dense
+        return made.call(functools.partial(call_even, sequences), _tensor_of)
 
     function.__module__ = __name__
     return function
@@ -102,6 +107,7 @@ _FUNCTIONS = {name: with_aliases(function) for name, function in _FUNCTIONS.item
 globals().update(_FUNCTIONS)
 
 __all__ = [
+    "ShardingWarning",
     "export_checks",
     "merge_attn_states_over",
     "ring_attention",

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from flashxla import jax_derivatives, native, native_calls
+from flashxla import jax_batching, jax_derivatives, native, native_calls
 from flashxla.jax_avals import aval_of, shape_dtype, vary, varying_axes
 from flashxla.native import Spec
 from flashxla.ops.op import Aval, Call
+from flashxla.ops.shapes import Dims
 from flashxla.platforms import CPU, PLATFORMS, Platform
 
 Observed = list[tuple[Call, tuple[Aval, ...]]]
@@ -41,17 +43,63 @@ def custom_call(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The custom call on `operands` (the call's, in its order): its results, then what it updates."""
     for calls in _observers.get():
         calls.append((call, tuple(map(aval_of, operands))))
-    installed = tuple(name for name in PLATFORMS if native.is_installed(name))
     axes = varying_axes(operands)
-    return list(_computation(call, installed)(*(vary(x, axes) for x in operands)))
+    return list(_computation(call, _installed())(*(vary(x, axes) for x in operands)))
+
+
+def _installed() -> tuple[str, ...]:
+    return tuple(name for name in PLATFORMS if native.is_installed(name))
+
+
+def even_sequences(whole: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """A ragged call whose sequences have one length and lie one behind the other: a batch of calls of one sequence.
+
+    So XLA sees the dimension over which it may divide them.
+    """
+    for calls in _observers.get():
+        calls.append((whole, tuple(map(aval_of, operands))))
+    return list(_even_computation(whole, _installed())(*operands))
 
 
 @functools.lru_cache(maxsize=4096)
-def _computation(call: Call, installed: tuple[str, ...]) -> Any:
+def _even_computation(whole: Call, installed: tuple[str, ...]) -> Any:
+    count = whole.sizes["S"]
+    rows = {symbol: whole.sizes[symbol] // count for symbol in ("T", "Tk")}
+    one = whole.resized({"S": 1, **rows})
+
+    # Operands by the dimension that they have in front.
+    def axis(dims: Dims) -> int | None:
+        return 0 if dims[0].symbol in ("S", *rows) and not dims[0].plus else None
+
+    axes = [axis(dims) for dims in whole.operand_dims]
+    each = jax.vmap(_computation(one, installed, even=True), in_axes=axes)
+
+    def computation(*operands: jax.Array) -> list[jax.Array]:
+        split = [
+            x.reshape(count, -1, *x.shape[1:]) if axis == 0 else x[:2] if dims[0].plus else x
+            for x, axis, dims in zip(operands, axes, whole.operand_dims, strict=True)
+        ]
+        out, *lse = each(*split)
+        flat = [out, *(jnp.moveaxis(x, 0, 1) for x in lse)]
+        return [x.reshape(aval.shape) for x, (_, aval) in zip(flat, whole.results, strict=True)]
+
+    return jax.jit(computation, inline=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _computation(call: Call, installed: tuple[str, ...], even: bool = False) -> Any:
     """A call with its derivative. inline: it leaves no function of its own in the programs that contain it."""
-    # Batched as a whole, one after the other, so that a fence stays around each call.
-    forward = jax.custom_batching.sequential_vmap(functools.partial(_by_platform, call, installed))
-    return jax.jit(jax_derivatives.attach(call, forward, custom_call), inline=True)
+
+    def run(call: Call, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        axes = varying_axes(operands)
+        return list(_computation(call, installed, even)(*(vary(x, axes) for x in operands)))
+
+    forward = jax_batching.vmapped(call, functools.partial(_computed, installed), even)
+    return jax.jit(jax_derivatives.attach(call, forward, run), inline=True)
+
+
+def _computed(installed: tuple[str, ...], call: Call) -> Callable[..., list[jax.Array]]:
+    return functools.partial(_by_platform, call, installed)
 
 
 def _by_platform(call: Call, installed: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flashxla.jax_avals import aval_of
+from flashxla.jax_partition import retyped
 from flashxla.ops.op import Call, Vjp
 
 Run = Callable[[Call, Sequence[jax.Array]], list[jax.Array]]
@@ -91,7 +92,10 @@ def _with_vjp(call: Call, vjp: Vjp, forward: Callable[..., list[jax.Array]], run
         )
         got = run(backward, [tensors[name] for name, _ in backward.operands])
         by_name = dict(zip(backward.result_names, got, strict=True))
-        return tuple(by_name.get(f"grad_{name}") for name in names)
+        return tuple(
+            None if grad is None else retyped(grad, tensors[name])
+            for name, grad in ((name, by_name.get(f"grad_{name}")) for name in names)
+        )
 
     differentiable.defvjp(save, differentiate, symbolic_zeros=True)
 

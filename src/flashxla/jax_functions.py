@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from flashxla import jax_calls
 from flashxla.jax_avals import aval_of
+from flashxla.jax_partition import explicit_mesh
+from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
 from flashxla.ops.messages import type_error
 from flashxla.ops.op import Call, Op
 from flashxla.ops.parameters import Tensor
@@ -22,6 +24,16 @@ def call(op: Op, args: Sequence[Any]) -> Any:
     registration.register_jax()
     resolved, operands = resolve(op, args)
     return _returned(resolved, jax_calls.custom_call(resolved, operands))
+
+
+def call_even(sequences: int, **arguments: Any) -> Any:
+    """Call flash_attn_varlen_func for `sequences` of one length each, one behind the other."""
+    registration.register_jax()
+    resolved, operands = resolve(FLASH_ATTN_VARLEN, flash_attn_varlen_func(**arguments))
+    # Before JAX 0.10 there is no shard_map over an explicit axis over which jax.vmap maps.
+    is_old = jax.__version_info__ < (0, 10) and explicit_mesh(operands) is not None
+    made = jax_calls.even_sequences if sequences and not is_old else jax_calls.custom_call
+    return _returned(resolved, made(resolved, operands))
 
 
 def resolve(op: Op, args: Sequence[Any]) -> tuple[Call, list[jax.Array]]:

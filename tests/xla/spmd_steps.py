@@ -6,6 +6,7 @@ A process of its own: `python -m tests.xla.spmd_steps`, under PyTorch/XLA's SPMD
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,15 @@ def main() -> None:
     for layer, right in zip(caches, expected, strict=True):
         error = max(error, *((a.cpu() - b).abs().max().item() for a, b in zip(layer, right, strict=True)))
     specs = {torch_xla._XLAC._get_xla_sharding_spec(cache) for layer in caches for cache in layer}
-    print(json.dumps({"devices": count, "error": error, "specs": sorted(specs)}))
+
+    # Outside of a shard_map: right, and a warning for what is gathered.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gathered = fx.paged_attention(new, tuple(caches[0]), *rest[1:], D**-0.5)
+        right = fx.paged_attention(new.cpu(), tuple(expected[0]), *meta[1:], D**-0.5)
+        error = max(error, (gathered.cpu() - right).abs().max().item())
+    messages = [str(w.message) for w in caught if "paged_attention" in str(w.message)]
+    print(json.dumps({"devices": count, "error": error, "specs": sorted(specs), "warnings": messages}))
 
 
 if __name__ == "__main__":

@@ -148,32 +148,6 @@ def test_slices_of_a_stacked_cache() -> None:
     np.testing.assert_array_equal(written, jnp.stack(expected))
 
 
-def test_vmap() -> None:
-    q = jnp.asarray(np.random.default_rng(2).standard_normal((3, 5, 4, D), dtype=np.float32))
-    starts = jnp.array([0, 2, 5], jnp.int32)
-
-    def attend(q: jax.Array) -> jax.Array:
-        return fx.flash_attn_varlen_func(q, q[:, :2], q[:, 2:], 5, starts, 5, starts, causal=True)
-
-    np.testing.assert_array_equal(jax.vmap(attend)(q), jnp.stack([attend(x) for x in q]))
-
-
-def test_vmap_of_write_and_attend() -> None:
-    """Each with a cache of its own, and the cache that all start from."""
-    query = jnp.stack([QUERY, 2 * QUERY, -QUERY])
-    pools = tuple(
-        jnp.asarray(np.random.default_rng(n).standard_normal((3, P, B, H, D), np.float32)) for n in (0, 1)
-    )
-
-    def step(query: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return fx.ragged_paged_attention(query, query[:, :H], KEY, (k, v), *META, D**-0.5)
-
-    for axes, k, v in ((0, *pools), (None, pools[0][0], pools[1][0])):
-        got = jax.vmap(step, in_axes=(0, axes, axes))(query, k, v)
-        each = [step(x, *((k[i], v[i]) if axes == 0 else (k, v))) for i, x in enumerate(query)]
-        jax.tree.map(np.testing.assert_array_equal, got, jax.tree.map(lambda *x: jnp.stack(x), *each))
-
-
 def test_shard_map_over_heads(request: pytest.FixtureRequest) -> None:
     """Tensor parallel on four CPU devices, or all GPUs: caches sharded over KV heads, no gather in the program."""
     import os

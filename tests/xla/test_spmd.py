@@ -43,6 +43,10 @@ def test_heads_are_sharded_without_a_gather(environment: dict[str, str], tmp_pat
     assert found["devices"] >= 2 and found["error"] < 1e-5
     assert found["specs"] == [f"{{devices=[1,1,{found['devices']},1]0,1}}"]
 
+    assert len(found["warnings"]) >= 2, found["warnings"]
+    assert all("is sharded {devices=" in w and "flashxla.torch.shard_map" in w for w in found["warnings"])
+    assert any(w.startswith("paged_attention: key_cache [64, 16, 4, 64]") for w in found["warnings"])
+
     programs = [p for p in hlo.dumped_programs(tmp_path) if p.targets().count("flashxla_kv_cache") == LAYERS]
     assert len(programs) == 1
     (program,) = programs

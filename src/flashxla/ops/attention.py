@@ -7,12 +7,18 @@ from typing import Any
 
 from flashxla.ops.cache_format import element_dtype
 from flashxla.ops.op import Aval, Inputs
-from flashxla.ops.parameters import FP8
+from flashxla.ops.parameters import FP8, Result
+from flashxla.ops.parts import Parallel
 
 MAX_HEAD_SIZE = 576  # of queries and keys
 MAX_VALUE_HEAD_SIZE = 512
 INT32_MAX = 2**31 - 1
 DESCALE = "()|1|Hk|S Hk"
+HEADS = Parallel("Hk", "Hq")
+RESULTS = (
+    Result("out", "out", dims="T Hq Dv"),
+    Result("softmax_lse", "lse", when="return_softmax_lse", dims="Hq T"),
+)
 
 
 def check_query(inputs: Inputs, query: str, key: str) -> str:

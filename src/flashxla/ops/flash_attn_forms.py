@@ -63,6 +63,8 @@ class Form:
         try:
             results = attention(**given)
         except (TypeError, ValueError) as error:
+            if not str(error).startswith("flash_attn_varlen_func: "):
+                raise
             raise in_words_of(error, self.function, self.names) from error
         if not self.arguments["return_softmax_lse"]:
             return self._out(results)

@@ -9,7 +9,7 @@ from flashxla.ops.arguments import window_sides
 from flashxla.ops.cache_format import CACHE_DTYPES, PAIR_DIMS, check_pair, check_same_dtype
 from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD, why_not
 from flashxla.ops.op import Inputs, Op, Resolution, Vjp
-from flashxla.ops.parameters import FLOATS, FP8, Result, Scalar, Tensor
+from flashxla.ops.parameters import FLOATS, FP8, Scalar, Tensor
 
 
 def flash_attn_varlen_func(
@@ -164,8 +164,9 @@ FLASH_ATTN_VARLEN = Op(
         Scalar("kv_cache_dtype", str, "auto"),
     ),
     _rule,
-    results=(Result("out", "out"), Result("softmax_lse", "lse", when="return_softmax_lse")),
+    results=attention.RESULTS,
     public=flash_attn_varlen_func,
+    parallel=(attention.HEADS,),
     vjp=Vjp(
         FLASH_ATTN_VARLEN_BACKWARD,
         residuals=(

@@ -60,10 +60,11 @@ FLASH_ATTN_VARLEN_BACKWARD = Op(
     ),
     _rule,
     results=(
-        Result("grad_q", "grad_q"),
-        Result("grad_k", "grad_k"),
-        Result("grad_v", "grad_v"),
-        Result("grad_s_aux", "grad_sinks", when="s_aux"),
+        Result("grad_q", "grad_q", dims="T Hq D"),
+        Result("grad_k", "grad_k", dims="Tk Hk D", sums_over="Hq"),
+        Result("grad_v", "grad_v", dims="Tk Hk Dv", sums_over="Hq"),
+        Result("grad_s_aux", "grad_sinks", when="s_aux", dims="Hq"),
     ),
     caller="flash_attn_varlen_func",
+    parallel=(attention.HEADS,),
 )

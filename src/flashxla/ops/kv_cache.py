@@ -15,6 +15,7 @@ from flashxla.ops.cache_format import (
 )
 from flashxla.ops.op import Inputs, Op, Resolution
 from flashxla.ops.parameters import FLOATS, FP8, Scalar, Tensor
+from flashxla.ops.parts import Parallel
 
 
 def reshape_and_cache_flash(
@@ -129,6 +130,7 @@ RESHAPE_AND_CACHE_FLASH = Op(
     ),
     _pair,
     public=reshape_and_cache_flash,
+    parallel=(Parallel("Hk"),),
 )
 
 RESHAPE_AND_CACHE = Op(
@@ -145,4 +147,5 @@ RESHAPE_AND_CACHE = Op(
     ),
     _one,
     public=reshape_and_cache,
+    parallel=(Parallel("Hk"),),
 )

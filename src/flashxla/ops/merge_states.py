@@ -7,6 +7,7 @@ from typing import Any
 from flashxla.ops.cache_format import check_same_dtype
 from flashxla.ops.op import Inputs, Op, Resolution
 from flashxla.ops.parameters import FLOATS, Result, Tensor
+from flashxla.ops.parts import Parallel
 
 
 def merge_attn_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
@@ -40,6 +41,7 @@ MERGE_ATTN_STATES = Op(
         Tensor("lse_b", "H T", ("float32",), "lse_b"),
     ),
     _rule,
-    results=(Result("out", "out"), Result("lse", "lse")),
+    results=(Result("out", "out", dims="T H D"), Result("lse", "lse", dims="H T")),
     public=merge_attn_states,
+    parallel=(Parallel("H"), Parallel("T")),
 )

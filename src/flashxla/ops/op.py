@@ -16,7 +16,8 @@ from typing import Any
 
 from flashxla.ops.messages import type_error, value_error
 from flashxla.ops.parameters import Parameter, Result, Scalar, Tensor
-from flashxla.ops.shapes import Shape, match
+from flashxla.ops.parts import Parallel
+from flashxla.ops.shapes import Dims, Shape, describe, match, parse
 
 Attribute = int | float | str
 
@@ -41,6 +42,7 @@ class Call:
     updates: the positions of the operands that it updates in place.
     attributes: the native scalars by field; layouts and dtypes by name.
     arguments, scalars: the op's own arguments, as they were given.
+    dims, sizes: the symbolic shape of each tensor that was given, and what its symbols stand for.
     """
 
     op: Op
@@ -50,6 +52,31 @@ class Call:
     attributes: tuple[tuple[str, Attribute], ...]
     arguments: tuple[tuple[str, Aval | None], ...]
     scalars: tuple[tuple[str, Any], ...]
+    dims: Mapping[str, Dims] = dataclasses.field(compare=False)
+    sizes: Mapping[str, Any] = dataclasses.field(compare=False)
+
+    @functools.cached_property
+    def operand_dims(self) -> tuple[Dims, ...]:
+        """The symbolic shape of each operand."""
+        return tuple(self.dims[name] for name, _ in self.operands)
+
+    @functools.cached_property
+    def result_dims(self) -> tuple[Dims, ...]:
+        """The symbolic shape of each result, and then of each updated operand."""
+        dims = {result.field: result.dims for result in self.op.results}
+        results = tuple(
+            parse(dims[field] or " ".join(map(str, aval.shape)) or "()") for field, aval in self.results
+        )
+        return results + tuple(self.operand_dims[i] for i in self.updates)
+
+    def resized(self, sizes: Mapping[str, int]) -> Call:
+        """The same call where some symbols stand for other sizes."""
+        new = {**self.sizes, **sizes}
+        arguments = {
+            name: aval and Aval(tuple(d.size(new) for d in self.dims[name]), aval.dtype)
+            for name, aval in self.arguments
+        }
+        return self.op.resolve(arguments, dict(self.scalars))
 
     @functools.cached_property
     def labels(self) -> dict[str, str]:
@@ -92,6 +119,7 @@ class Inputs:
         self.tensors = dict(tensors)
         self.scalars = dict(scalars)
         self.sizes: dict[str, tuple[Any, str]] = {}
+        self.dims: dict[str, Dims] = {}
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name] if name in self.tensors else self.scalars[name]
@@ -123,9 +151,10 @@ class Inputs:
         aval = self.tensors[argument]
         if aval is None:
             return
-        problem = match(aval.shape, dims, self.sizes, self.label(argument))
-        if problem:
-            raise self.value_error(argument, f"shape {list(aval.shape)}", problem)
+        matched = match(aval.shape, dims, self.sizes, self.label(argument))
+        if matched is None:
+            raise self.value_error(argument, f"shape {list(aval.shape)}", describe(dims, self.sizes))
+        self.dims[argument] = matched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +205,7 @@ class Op:
         signature and docstring are those of every front end. None: the op has no function of its own.
     vjp: how it is differentiated. None: it has no backward pass.
     caller: of an op without a public function of its own, the one through which users call it.
+    parallel: along what its work divides into parts that devices can do alone.
     """
 
     name: str
@@ -186,6 +216,7 @@ class Op:
     public: Callable[..., tuple[Any, ...]] | None = None
     vjp: Vjp | None = None
     caller: str = ""
+    parallel: tuple[Parallel, ...] = ()
 
     def __post_init__(self) -> None:
         if self.vjp is None:
@@ -274,6 +305,8 @@ class Op:
             attributes=tuple(resolution.attributes.items()),
             arguments=tuple(inputs.tensors.items()),
             scalars=values,
+            dims=inputs.dims,
+            sizes={symbol: size for symbol, (size, _) in inputs.sizes.items()},
         )
 
     def _check_tensor(self, inputs: Inputs, tensor: Tensor) -> None:

@@ -8,7 +8,7 @@ from flashxla.ops import attention
 from flashxla.ops.arguments import DEFAULT_LAYOUT, cache_tensors, sides_of_windows
 from flashxla.ops.cache_format import CACHE_DTYPES, check_cache, check_written
 from flashxla.ops.op import Inputs, Op, Resolution
-from flashxla.ops.parameters import FLOATS, FP8, Parameter, Result, Scalar, Tensor
+from flashxla.ops.parameters import FLOATS, FP8, Parameter, Scalar, Tensor
 
 
 def paged_attention(
@@ -250,7 +250,6 @@ def _mask_parameters() -> tuple[Parameter, ...]:
 
 _QUERY = Tensor("query", "T Hq D", (*FLOATS, *FP8), "q")
 _PAIR = ("key_cache", "value_cache")
-_RESULTS = (Result("out", "out"), Result("softmax_lse", "lse", when="return_softmax_lse"))
 
 PAGED_ATTENTION = Op(
     "paged_attention_with_lse",
@@ -264,7 +263,8 @@ PAGED_ATTENTION = Op(
         *_mask_parameters(),
     ),
     _paged_attention,
-    results=_RESULTS,
+    results=attention.RESULTS,
+    parallel=(attention.HEADS,),
     public=paged_attention,
 )
 
@@ -283,6 +283,7 @@ RAGGED_PAGED_ATTENTION = Op(
         *_mask_parameters(),
     ),
     _ragged_paged_attention,
-    results=_RESULTS,
+    results=attention.RESULTS,
+    parallel=(attention.HEADS,),
     public=ragged_paged_attention,
 )

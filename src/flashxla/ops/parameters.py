@@ -83,11 +83,15 @@ class Result:
 
     field: what the native operation calls it.
     when: the scalar argument that asks for it, or the optional tensor with which it is computed; "": always.
+    dims: its symbolic shape, in the symbols of the arguments.
+    sums_over: the symbol, not among its dims, over which it is a sum. Devices that have parts of that add theirs up.
     """
 
     name: str
     field: str
     when: str = ""
+    dims: str = ""
+    sums_over: str = ""
 
     def is_wanted(self, arguments: Callable[[str], Any]) -> bool:
         """Whether a call with these arguments, by name, computes it."""

@@ -18,7 +18,7 @@ import torch
 from flashxla import jax_calls, torch_calls
 from flashxla.ops.op import Aval, Call, Op
 from flashxla.torch_calls import Values
-from flashxla.xla import lowering, registration
+from flashxla.xla import lowering, registration, spmd
 
 
 def run(op: Op, values: Values, donate: bool = False) -> tuple[Call, list[torch.Tensor]]:
@@ -29,6 +29,8 @@ def run(op: Op, values: Values, donate: bool = False) -> tuple[Call, list[torch.
     """
     call, computation = program(op, torch_calls.signature(op, values))
     operands = [values[op.names.index(name)] for name, _ in call.operands]
+    if spmd.is_on():
+        spmd.warn_of_gathers(call, operands)
     if donate:
         for operand in call.updates:
             _donate(operands[operand])

@@ -7,6 +7,7 @@ that is not plain: gradients, torch.compile, modes, transforms, subclasses, othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,17 +87,21 @@ class _Program:
     """The computation of a call, and the order of its operands."""
 
     def __init__(self, op: Op, values: tuple[Any, ...]) -> None:
-        from flashxla.xla import embed
+        from flashxla.xla import embed, spmd
 
         call, self._computation = embed.program(op, torch_calls.signature(op, values))
         self._name = embed.name_of(call)
         self._operands = [op.names.index(name) for name, _ in call.operands][::-1]
         self._run = embed.user_computation()
         self.num_results = len(call.results)
+        self._warn = functools.partial(spmd.warn_of_gathers, call) if spmd.is_on() else None
 
     def run(self, values: list[Any]) -> list[torch.Tensor]:
         """The results, and behind them what the call updates, as functional tensors."""
-        return self._run(self._name, [values[i] for i in self._operands], self._computation)
+        operands = [values[i] for i in self._operands]
+        if self._warn:
+            self._warn(operands[::-1])
+        return self._run(self._name, operands, self._computation)
 
 
 def _is_special() -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from flashxla.ops.op import Call
 
 Spec = tuple[Any, ...] | None
 
@@ -43,6 +48,32 @@ def shard_map(
         return tuple(whole) if many else whole[0]
 
     return sharded
+
+
+def is_on() -> bool:
+    """Whether this process is in SPMD mode."""
+    import torch_xla.runtime
+
+    return torch_xla.runtime.is_spmd()
+
+
+def warn_of_gathers(call: Call, operands: Sequence[torch.Tensor]) -> None:
+    """Say which operands XLA gathers for a call that is not inside a shard_map."""
+    import torch_xla
+
+    for (name, _), tensor in zip(call.operands, operands, strict=True):
+        spec = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+        tiles = re.match(r"\{devices=\[([\d,]+)\]", spec)
+        if tiles is None:
+            continue
+        parts = [int(n) for n in tiles[1].split(",")][: tensor.dim()]
+        if math.prod(parts) > 1:
+            label = call.op.label(name, call.dims.__contains__)
+            warnings.warn(
+                f"{call.op.function}: {label} {list(tensor.shape)} is sharded {spec}, and XLA gathers it on every "
+                "device: call the function inside flashxla.torch.shard_map, which runs it on each device's heads",
+                stacklevel=2,
+            )
 
 
 def _full(spec: Spec, rank: int) -> tuple[Any, ...]:
