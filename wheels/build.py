@@ -36,6 +36,8 @@ def main() -> int:
     cuda.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     DIST.mkdir(exist_ok=True)
+    for old in DIST.glob("flashxla-*" if args.what == "cpu" else f"flashxla_cuda{_nvcc_version()[0]}-*"):
+        old.unlink()
     if args.what == "cpu":
         archive = sdist()
         # From the sdist, so that it is known to build, and to be whole.

@@ -79,9 +79,7 @@ def find(pattern: str) -> Path:
     """The one file of dist that a pattern names."""
     files = list(DIST.glob(pattern))
     if len(files) != 1:
-        raise SystemExit(
-            f"flashxla: one {pattern} was expected in dist, found {len(files)}: run make clean, make wheel"
-        )
+        raise SystemExit(f"flashxla: one {pattern} was expected in dist, found {len(files)}: run make wheel")
     return files[0]
 
 
