@@ -12,7 +12,7 @@ import pytest
 
 from flashxla import native
 from flashxla.cli import main
-from flashxla.generate.command import DEFAULT_PROMPTS
+from flashxla.generate.prompts import DEFAULT_PROMPTS
 from tests.export.conftest import Export, Program
 from tests.generate.checkpoints import save
 from tests.generate.command_line import run_json

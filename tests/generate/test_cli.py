@@ -213,3 +213,34 @@ def test_what_torch_compile_cannot_trace_is_named(
         "--frontend: got openxla with a model that torch.compile cannot make one program of: "
     )
     assert message.endswith("accepted: --frontend lazy or torch with this model")
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str | None) -> None:
+    """A message is what the template makes of it."""
+    folder = checkpoints.copy_default(tmp_path)
+    options = ("--frontend", "torch", "--model", str(folder), "--max-new-tokens", "5")
+    assert run(*options, "--chat", "--prompt", "Hello") == 2
+    assert (
+        "--chat: got a model without a chat template; accepted: models that have" in capsys.readouterr().err
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    more = () if system is None else ("--system", system)
+    _, chat = run_json(capsys, *options, "--chat", *more, "--prompt", "Hello")
+    written = "<user>Hello<answer>" if system is None else "<system>Be brief.<user>Hello<answer>"
+    _, plain = run_json(capsys, *options, "--prompt", written)
+    assert chat["prompts"][0]["tokens"] == plain["prompts"][0]["tokens"]
+    assert chat["prompts"][0]["prompt"] == "Hello"
+
+
+def test_texts_that_end_at_the_longest_length(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--frontend", "torch", "--max-new-tokens", "40", "--ignore-eos", "--prompt", "A list", "A")
+    assert run(*options, "--max-length", "42") == 0
+    assert (
+        "--max-new-tokens: got 40; 1 of 2 texts end earlier, at the 42 tokens that" in capsys.readouterr().err
+    )
+    assert run(*options) == 0
+    assert "--max-new-tokens" not in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,12 @@ sys.exit(main(["generate", *sys.argv[1:]]))
 """
 
 
-def check(*arguments: str) -> options.SamplingOptions:
+def check(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    return options.check(parser.parse_args(arguments))
+    args = parser.parse_args(arguments)
+    options.check(args)
+    return args
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -63,6 +66,16 @@ def test_nothing_heavy_is_imported() -> None:
             ("--prompt", "ok", "a\udcff\udcfeb"),
             r"--prompt: got '\udcff\udcfe' at character 2 of prompt 2; accep",
         ),
+        (("--prompt", "a", "--prompts-file", "-"), "--prompts-file: got it beside --prompt; accepted: one"),
+        (
+            ("--prompts-file", "/nowhere"),
+            "--prompts-file: got /nowhere: No such file or directory; accepted: a",
+        ),
+        (
+            ("--prompts-file", "/dev/null"),
+            "--prompts-file: got /dev/null without a line; accepted: a prompt on",
+        ),
+        (("--system", "Be brief."), "--system: got it without --chat; accepted: both, or neither"),
         (
             ("--json", "/nowhere/x.json"),
             "--json: got '/nowhere/x.json': No such file or directory; accepted: ",
@@ -107,3 +120,17 @@ def test_a_library_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PJRT_DEVICE", "CUDA")
     with pytest.raises(GenerateError, match=r"^libflashxla_cuda\.so not found"):
         check()
+
+
+def test_prompts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Grüße\n\n  two words\r\nlast"
+    (tmp_path / "prompts.txt").write_bytes(text.encode())
+    expected = ("Grüße", "  two words", "last")
+    assert check("--prompts-file", str(tmp_path / "prompts.txt")).prompts == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert check("--prompts-file", "-").prompts == expected
+    (tmp_path / "prompts.txt").write_bytes(b"ok\na\xff")
+    with pytest.raises(
+        GenerateError, match=r"--prompts-file: got '.udcff' at character 2 of line 2; accepted: text"
+    ):
+        check("--prompts-file", str(tmp_path / "prompts.txt"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function, 
 
 import flashxla.transformers
 from flashxla.transformers import continuous_batching, interface, masks
+from flashxla.transformers.arguments import REFUSED
 from tests.transformers.conftest import Make
 from tests.transformers.test_models import ids_of
 
@@ -42,6 +46,59 @@ def test_arguments(model: Any, case: str) -> None:
     arguments, message = TABLE[case]
     with pytest.raises(ValueError, match='attn_implementation="flashxla": .*' + message):
         model(ids_of(), **arguments)
+
+
+# What transformers' models hand their attention functions, and has its place here or means nothing to attention.
+EXPECTED = [
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "scaling",
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "output_attentions",
+    "deterministic",
+]
+
+
+def up_to_its_end(source: str, start: int) -> str:
+    """The call that begins here."""
+    depth = 0
+    for match in re.finditer(r"[()]", source[start:]):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return source[start : start + match.end()]
+    raise AssertionError("no end")
+
+
+def test_what_models_hand_their_attention() -> None:
+    """An argument that is new in transformers must be looked at: it may change what attention is."""
+    found: dict[str, str] = {}
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        source = path.read_text(encoding="utf-8")
+        for match in re.finditer(r" (attention_interface\()", source):
+            call = ast.parse(up_to_its_end(source, match.start(1)), mode="eval").body
+            assert isinstance(call, ast.Call)
+            found |= {keyword.arg: path.name for keyword in call.keywords if keyword.arg}
+    assert {"scaling", "s_aux"} < found.keys()
+    assert {name: where for name, where in found.items() if name not in (*EXPECTED, *REFUSED)} == {}
+
+
+def test_arguments_of_the_loss(model: Any) -> None:
+    """A model hands them to its layers, too."""
+    ids = ids_of()
+    expected = model(ids, labels=ids).loss
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted, ignore_index=-100).loss, expected)
 
 
 def test_dropout(model: Any) -> None:

@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="prompts (default: a few about Python)")
+    parser.add_argument("--prompts-file", metavar="FILE", help="a prompt on each line; - is standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message, in the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told first")
     parser.add_argument(
         "--frontend",
         choices=("lazy", "openxla", "torch", "torchtpu", "torchax"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from collections.abc import Iterator
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -14,7 +15,7 @@ from flashxla.generate.batch import token_buckets
 from flashxla.generate.checkpoint import DEFAULT_MODEL, Checkpoint
 from flashxla.generate.display import make_display
 from flashxla.generate.engine import Engine
-from flashxla.generate.errors import GenerateError, describe
+from flashxla.generate.errors import GenerateError, describe, warn
 from flashxla.generate.interrupts import Interrupts
 from flashxla.generate.model import LoadedModel
 from flashxla.generate.options import SamplingOptions
@@ -24,13 +25,6 @@ from flashxla.generate.scheduler import Limits
 from flashxla.generate.torch_tpu_runner import TorchTpuRunner
 from flashxla.generate.transcript import Result, Transcript
 from flashxla.output_file import STANDARD_OUTPUT, write_json
-
-DEFAULT_PROMPTS = (
-    "The with statement is used to",
-    "A dictionary",
-    "When an exception is raised in the body of a function, Python",
-    "Return a list of",
-)
 
 
 def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interrupts) -> int:
@@ -47,8 +41,9 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
     limits = make_limits(args, loaded)
     if on_cpu:
         memory.check_cache(limits, loaded.layers)
-    prompts = args.prompt or DEFAULT_PROMPTS
-    results = [Result(text, model.encode(loaded, number, text)) for number, text in enumerate(prompts, 1)]
+    results = [
+        Result(text, _encode(args, loaded, number, text)) for number, text in enumerate(args.prompts, 1)
+    ]
     runner = _make_runner(args, loaded, limits)
     eos_tokens = frozenset() if args.ignore_eos else loaded.eos_tokens
     engine = Engine(runner, limits, eos_tokens)
@@ -70,9 +65,16 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
             f"{transcript.tokens} tokens in {transcript.seconds:.2f} s: {transcript.tokens_per_second:.1f} tokens/s; "
             f"{engine.steps} steps, {engine.scheduler.preemptions} preemptions, {_programs(runner, limits)}"
         )
+        cut = sum(len(r.tokens) < args.max_new_tokens for r in results if r.finish_reason == "length")
+        if cut:
+            warn(
+                f"--max-new-tokens: got {args.max_new_tokens}; {cut} of {len(results)} texts end earlier, at the "
+                f"{limits.max_length} tokens that --max-length, --num-blocks or the model allow with the prompt"
+            )
         if args.verify:
-            transcript.comparisons = _verify(checkpoint, results, eos_tokens, runner, interrupts)
-            for comparison in transcript.comparisons:
+            transcript.comparisons = []
+            for comparison in _verify(checkpoint, results, eos_tokens, runner, interrupts):
+                transcript.comparisons.append(comparison)
                 say(f"verify: {comparison}")
             verdict = "equal to" if transcript.passed else "DIFFERENT from"
             say(f"verify: {verdict} transformers' eager generation")
@@ -85,6 +87,12 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
         if args.json is not None:
             write_json(args.json, make_report(args, runner, limits, engine, transcript))
     return 0 if transcript.passed else 1
+
+
+def _encode(args: argparse.Namespace, loaded: LoadedModel, number: int, prompt: str) -> list[int]:
+    if args.chat:
+        return model.encode_chat(loaded, number, prompt, args.system)
+    return model.encode(loaded, number, prompt)
 
 
 def make_limits(args: argparse.Namespace, loaded: LoadedModel) -> Limits:
@@ -146,15 +154,13 @@ def _verify(
     eos_tokens: frozenset[int],
     runner: Runner,
     interrupts: Interrupts,
-) -> list[verify.Comparison]:
+) -> Iterator[verify.Comparison]:
     reference, _ = checkpoint.load_model("eager", "eager")
     if runner.device.startswith("cuda"):
         reference = model.move(reference, runner.device)
-    comparisons = []
     for index, r in enumerate(results):
         interrupts.check()
-        comparisons.append(verify.compare(reference, index, r.prompt_tokens, r.tokens, r.logits, eos_tokens))
-    return comparisons
+        yield verify.compare(reference, index, r.prompt_tokens, r.tokens, r.logits, eos_tokens)
 
 
 def _programs(runner: Runner, limits: Limits) -> str:

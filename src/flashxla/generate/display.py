@@ -13,6 +13,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+# More than these would not fit on a terminal.
+_PANELS = 8
 # A model's output must not steer the terminal: control characters become their pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _PICTURES |= {code: 0xFFFD for code in range(0x80, 0xA0)}
@@ -91,7 +93,8 @@ class PlainDisplay(QuietDisplay):
 class RichDisplay:
     """A panel for each prompt, filled as its tokens come, over a progress bar.
 
-    rich draws in a thread of its own: what both threads use is locked, and each drawing gets its own copy.
+    Of many prompts each is shown above the bar once it is finished. rich draws in a thread of its own: what both
+    threads use is locked, and each drawing gets its own copy.
     """
 
     def __init__(self, prompts: list[str], total: int, console: Console) -> None:
@@ -105,6 +108,7 @@ class RichDisplay:
         self._lock = threading.Lock()
         self._texts = [""] * len(prompts)
         self._finished: set[int] = set()
+        self._many = len(prompts) > _PANELS
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -122,6 +126,8 @@ class RichDisplay:
             self._texts[index] += text.translate(_PICTURES)
             if finished:
                 self._finished.add(index)
+        if finished and self._many:
+            self._live.console.print(self._panel(index, self._texts[index], done=True))
         self._counts[index] += 1
         # A prompt that ends early has no more to come: count it as done. (Progress has a lock of its own.)
         self._progress.advance(self._task, 1 + (self._each - self._counts[index] if finished else 0))
@@ -129,15 +135,15 @@ class RichDisplay:
     def _render(self) -> Group:
         with self._lock:
             texts, finished = list(self._texts), set(self._finished)
-        panels = [
-            Panel(
-                Text.assemble((prompt, "bold"), text),
-                title=f"prompt {index + 1}",
-                border_style="green" if index in finished else "blue",
-            )
-            for index, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True))
-        ]
-        return Group(*panels, self._progress)
+        shown = () if self._many else range(len(texts))
+        return Group(*(self._panel(i, texts[i], i in finished) for i in shown), self._progress)
+
+    def _panel(self, index: int, text: str, done: bool) -> Panel:
+        return Panel(
+            Text.assemble((self._prompts[index], "bold"), text),
+            title=f"prompt {index + 1}",
+            border_style="green" if done else "blue",
+        )
 
 
 def make_display(prompts: list[str], total: int, quiet: bool) -> Display:

@@ -93,6 +93,28 @@ def encode(loaded: LoadedModel, number: int, prompt: str) -> list[int]:
         raise GenerateError(
             f"--model: its tokenizer could not encode prompt {number}: {describe(error)}"
         ) from error
+    return _known(loaded, number, tokens)
+
+
+def encode_chat(loaded: LoadedModel, number: int, prompt: str, system: str | None) -> list[int]:
+    """The tokens of a user's message, up to where the model answers. Raises GenerateError."""
+    if not loaded.tokenizer.chat_template:
+        raise GenerateError("--chat: got a model without a chat template; accepted: models that have one")
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        tokens: Any = loaded.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    except Exception as error:
+        raise GenerateError(
+            f"--chat: the model's chat template could not take prompt {number}: {describe(error)}"
+        ) from error
+    return _known(loaded, number, list(tokens))
+
+
+def _known(loaded: LoadedModel, number: int, tokens: list[int]) -> list[int]:
     embeddings: Any = loaded.model.get_input_embeddings()
     size = embeddings.weight.shape[0]
     if max(tokens, default=0) >= size:

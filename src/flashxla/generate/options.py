@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 from flashxla import native, output_file
+from flashxla.generate import prompts
 from flashxla.generate.errors import GenerateError
 
 # Places in the cache are int32 on the device.
@@ -34,7 +35,10 @@ class SamplingOptions:
 
 
 def check(args: argparse.Namespace) -> SamplingOptions:
-    """Check all that needs neither PyTorch nor the model. Raises GenerateError and OutputError."""
+    """Check all that needs neither PyTorch nor the model; args.prompts are the prompts then.
+
+    Raises GenerateError and OutputError.
+    """
     sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
     if args.verify and sampling.temperature != 0:
         raise GenerateError(
@@ -46,8 +50,7 @@ def check(args: argparse.Namespace) -> SamplingOptions:
             f"--device: got {args.device!r} with --frontend {args.frontend}; accepted: --frontend torch only "
             "(PJRT_DEVICE sets that of PyTorch/XLA and TorchTPU, JAX_PLATFORMS that of torchax)"
         )
-    for number, prompt in enumerate(args.prompt or (), 1):
-        _check_text(number, prompt)
+    args.prompts = prompts.read(args)
     check_model_and_sizes(args)
     output_file.check("--json", args.json)
     _check_library(args)
@@ -81,14 +84,3 @@ def _check_library(args: argparse.Namespace) -> None:
         native.library_path("cuda" if (device or "").lower().startswith("cuda") else "cpu")
     except ImportError as error:
         raise GenerateError(str(error).removeprefix("flashxla: ")) from error
-
-
-def _check_text(number: int, prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        # Python hands bytes that are no UTF-8 over as lone surrogates.
-        raise GenerateError(
-            f"--prompt: got {prompt[error.start : error.end]!a} at character {error.start + 1} of prompt "
-            f"{number}; accepted: text in UTF-8"
-        ) from error

@@ -7,25 +7,10 @@ from typing import Any
 
 import torch
 
-# They change nothing here: what a model's outputs hold, and what its layers have used already. read_index and the like
-# are continuous batching's.
-_HARMLESS = {
-    "block_table",
-    "cache_position",
-    "deterministic",
-    "logits_indices",
-    "logits_processor_args",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "position_embeddings",
-    "read_index",
-    "return_dict",
-    "seq_idx",
-    "use_cache",
-    "write_index",
-}
+# What models hand their attention function that changes it in ways which the operations do not have. All else that
+# comes is for other parts of a model: it hands its call's keyword arguments to its layers and to its loss alike.
+# tests/transformers/test_refusals.py looks through transformers' models for more.
+REFUSED = ("bias", "block_indices", "indices", "position_bias", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +37,27 @@ class Options:
 
 def options_of(module: Any, arguments: dict[str, Any]) -> Options:
     """The options of a layer's call. Raises ValueError for those that the operations do not have."""
-    given = {name: value for name, value in arguments.items() if value is not None and name not in _HARMLESS}
-    causal = given.pop("is_causal", getattr(module, "is_causal", True))
-    options = Options(
-        **{name: given.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux")},
-        causal=causal,
-    )
-    refused = {name: value for name, value in given.items() if name not in ("dropout", "output_attentions")}
-    if refused:
+    name = type(module).__name__
+    if refused := [argument for argument in REFUSED if arguments.get(argument) is not None]:
         raise ValueError(
-            f'attn_implementation="flashxla": {type(module).__name__} hands its attention function '
-            f"{', '.join(sorted(refused))}; accepted: scaling, sliding_window, softcap, s_aux and is_causal. Load the "
-            'model with attn_implementation="eager"'
+            f'attn_implementation="flashxla": {name} hands its attention function {", ".join(refused)}; accepted: '
+            'scaling, sliding_window, softcap, s_aux and is_causal. Load the model with attn_implementation="eager"'
         )
-    if given.get("dropout"):
+    if dropout := arguments.get("dropout"):
         raise ValueError(
-            f'attn_implementation="flashxla": {type(module).__name__} has attention dropout {given["dropout"]}; '
-            "accepted: 0.0. Set the config's attention_dropout to 0.0"
+            f'attn_implementation="flashxla": {name} has attention dropout {dropout}; accepted: 0.0. Set the '
+            "config's attention_dropout to 0.0"
         )
-    if given.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise ValueError(
             'output_attentions: got True with attn_implementation="flashxla", which never makes the weights; '
             'accepted: False, or attn_implementation="eager"'
         )
-    return options
+    causal = arguments.get("is_causal")
+    return Options(
+        arguments.get("scaling"),
+        arguments.get("sliding_window"),
+        arguments.get("softcap"),
+        arguments.get("s_aux"),
+        causal=getattr(module, "is_causal", True) if causal is None else causal,
+    )
