@@ -6,6 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 LEGACY_BIN := .venv-vllm-legacy/bin
 TORCHTPU_BIN := .venv-torchtpu/bin
 WHEEL_BIN := .venv-wheel/bin
+DOCS_BIN := .venv-docs/bin
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
@@ -16,7 +17,7 @@ NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
+.PHONY: help demo test lint format build docs lock-docs cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
   vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
 
 help:  ## this list
@@ -80,6 +81,19 @@ lock-wheel: .venv-wheel/packages  ## choose the versions in wheels/requirements.
 	@$(WHEEL_BIN)/uv pip compile -q --upgrade wheels/requirements.in --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package numpy --no-emit-package scipy --no-emit-package ml-dtypes --no-emit-index-url --no-emit-find-links \
 	  --custom-compile-command "make lock-wheel" -o wheels/requirements.lock
+
+docs: .venv-docs/packages  ## the documentation as a site, in build/site; a link that leads nowhere is an error
+	@$(DOCS_BIN)/mkdocs build -q -f website/mkdocs.yml
+	@echo "build/site/index.html"
+
+.venv-docs/packages: website/requirements.lock
+	@$(PYTHON) -m venv --clear .venv-docs
+	@$(DOCS_BIN)/python -m pip install -q --require-hashes -r website/requirements.lock
+	@touch $@
+
+lock-docs: .venv/packages  ## choose the versions in website/requirements.lock anew
+	@$(BIN)/uv pip compile -q --upgrade website/requirements.in --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock-docs" -o website/requirements.lock
 
 .venv/packages: requirements.lock
 	@echo "== packages into .venv (about 3 GB to download, 1 to 3 minutes)"
@@ -200,4 +214,4 @@ lock-torchtpu: .venv/packages  ## choose the versions in torchtpu/requirements.l
 	  --custom-compile-command "make lock-torchtpu" -o torchtpu/requirements.lock
 
 clean:  ## forget what was built
-	@rm -rf .venv .venv-vllm .venv-vllm-legacy .venv-torchtpu .venv-wheel build dist
+	@rm -rf .venv .venv-vllm .venv-vllm-legacy .venv-torchtpu .venv-wheel .venv-docs build dist
