@@ -7,6 +7,8 @@ LEGACY_BIN := .venv-vllm-legacy/bin
 TORCHTPU_BIN := .venv-torchtpu/bin
 WHEEL_BIN := .venv-wheel/bin
 DOCS_BIN := .venv-docs/bin
+# Tests of whole programs, which `make test` leaves to `make test-programs`.
+PROGRAMS := tests/transformers tests/examples
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
@@ -17,7 +19,7 @@ NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build docs lock-docs cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
+.PHONY: help demo test test-programs lint format build docs lock-docs cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
   vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
 
 help:  ## this list
@@ -26,9 +28,12 @@ help:  ## this list
 demo: .venv/built  ## a language model writes text through paged attention compiled by XLA
 	@PJRT_DEVICE=CPU $(BIN)/flashxla generate --frontend openxla --temperature 0.6 --top-p 0.9 --max-new-tokens 160
 
-test: lint .venv/built build/jaxlib cuda-for-test  ## everything that must hold
+test: lint .venv/built build/jaxlib cuda-for-test  ## style, types, the operations in every front end
 	@# Tests start many processes: without compiled modules each takes seconds more to import PyTorch.
-	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS)
+	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(PROGRAMS))
+
+test-programs: .venv/built  ## whole programs: models of transformers, the examples
+	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS) $(PROGRAMS)
 
 lint: .venv/built  ## style and types
 	@$(BIN)/ruff check

@@ -72,10 +72,11 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
                 f"{limits.max_length} tokens that --max-length, --num-blocks or the model allow with the prompt"
             )
         if args.verify:
-            transcript.comparisons = []
+            comparisons = []
             for comparison in _verify(checkpoint, results, eos_tokens, runner, interrupts):
-                transcript.comparisons.append(comparison)
+                comparisons.append(comparison)
                 say(f"verify: {comparison}")
+            transcript.comparisons = comparisons
             verdict = "equal to" if transcript.passed else "DIFFERENT from"
             say(f"verify: {verdict} transformers' eager generation")
     except BaseException as error:
