@@ -48,19 +48,26 @@ def main() -> None:
     )
 
     shape = (int(ends[-1]), PAGE, KV_HEADS, DIM)
-    exact = tuple(torch.zeros(shape, device=device) for _ in "kv")
+    exact = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     fx.reshape_and_cache_flash(key, value, *exact, slots)
     expected = fx.paged_attention(query, exact, *index, DIM**-0.5)
     print(f"float32: {nbytes(exact)} bytes")
 
-    for name, scales in (
-        ("no scales", (None, None)),
-        ("a scale for each head", tuple(x.abs().amax((0, 2)) / LARGEST[args.format] for x in (key, value))),
-    ):
-        small = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in "kv")
-        given = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-        fx.reshape_and_cache_flash(key, value, *small, slots, args.format, **given)
-        out = fx.paged_attention(query, small, *index, DIM**-0.5, kv_cache_dtype=args.format, **given)
+    largest = LARGEST[args.format]
+    of_heads = [x.abs().amax((0, 2)) / largest for x in (key, value)]
+    for name, k_scale, v_scale in (("no scales", None, None), ("a scale for each head", *of_heads)):
+        keys, values = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in "kv")
+        small = keys, values
+        fx.reshape_and_cache_flash(key, value, *small, slots, args.format, k_scale, v_scale)
+        out = fx.paged_attention(
+            query,
+            small,
+            *index,
+            DIM**-0.5,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_cache_dtype=args.format,
+        )
         error = (out - expected).norm() / expected.norm()
         print(f"{args.format}, {name}: {nbytes(small)} bytes, error {error:.2%}")
 
