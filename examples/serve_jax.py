@@ -24,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-import flashxla
 from flashxla import jax as fx
+from flashxla.generate import DEFAULT_MODEL
 
-DEFAULT_MODEL = Path(flashxla.__file__).parent / "generate" / "default_model"
 PAGE = 16  # tokens
 CHUNK = 64  # tokens of a step with prompts
 

@@ -24,8 +24,7 @@ from flashxla import setup_custom_call, torch_aliases, torch_calls, torch_librar
 from flashxla.ops import OPS
 from flashxla.ops.aliases import with_aliases
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
-from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS
-from flashxla.ops.kv_cache_forms import Form as KVCacheForm
+from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS, Frontend, in_front_end
 from flashxla.ops.op import Op
 from flashxla.xla import lazy
 
@@ -124,35 +123,13 @@ def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., A
     return function
 
 
-class _KVCache:
-    """What the forms over a KV cache need: see kv_cache_forms.Frontend."""
-
-    def tensor_of(self, offsets: Offsets, like: torch.Tensor) -> torch.Tensor:
-        return _tensor_of(offsets, like)
-
-    def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(parts), -1)
-
-    def attend(self, **arguments: Any) -> Any:
-        return _FUNCTIONS["flash_attn_varlen_func"](**arguments)
-
-    def write(
-        self, key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str
-    ) -> tuple[Any, Any]:
-        _FUNCTIONS["reshape_and_cache_flash"](key, value, *caches, slots, layout=layout)
-        return caches
-
-    def returned(self, results: tuple[Any, ...], caches: tuple[Any, Any]) -> Any:
-        return results if len(results) > 1 else results[0] if results else None
+def _write(key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str) -> tuple[Any, Any]:
+    _FUNCTIONS["reshape_and_cache_flash"](key, value, *caches, slots, layout=layout)
+    return caches
 
 
-def _kv_cache_form(form: Callable[..., KVCacheForm]) -> Callable[..., Any]:
-    @functools.wraps(form)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return form(*args, **kwargs)(_KVCache())
-
-    function.__module__ = __name__
-    return function
+def _returned(results: tuple[Any, ...], caches: tuple[Any, Any]) -> Any:
+    return results if len(results) > 1 else results[0] if results else None
 
 
 def _tensor_of(offsets: Offsets, like: torch.Tensor) -> torch.Tensor:
@@ -170,7 +147,14 @@ def _form(form: Callable[..., Form]) -> Callable[..., Any]:
 
 _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
 _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
-_FUNCTIONS |= {form.__name__: _kv_cache_form(form) for form in KV_CACHE_FORMS}
+_KV_CACHE = Frontend(
+    _tensor_of,
+    lambda parts: torch.cat(tuple(parts), -1),
+    _FUNCTIONS["flash_attn_varlen_func"],
+    _write,
+    _returned,
+)
+_FUNCTIONS |= {form.__name__: in_front_end(form, _KV_CACHE, __name__) for form in KV_CACHE_FORMS}
 _FUNCTIONS = {name: with_aliases(function) for name, function in _FUNCTIONS.items()}
 globals().update(_FUNCTIONS)
 

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-
 import pytest
 
-from tests.native.test_sanitizers import ROOT
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-
-
-def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+from tests.docs.blocks import blocks, run
 
 
 def test_tutorial() -> None:

@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from flashxla.generate.checkpoint import DEFAULT_MODEL
+from flashxla.generate import DEFAULT_MODEL
 
-_COMMON = {
+COMMON = {
     "vocab_size": 259,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -32,12 +32,12 @@ _COMMON = {
 _WINDOW = 7
 CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(
-        **_COMMON, use_sliding_window=True, sliding_window=_WINDOW, max_window_layers=1
+        **COMMON, use_sliding_window=True, sliding_window=_WINDOW, max_window_layers=1
     ),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON | {"head_dim": 24}),
-    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=_WINDOW),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON | {"head_dim": 24}),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=_WINDOW),
     "gemma2": lambda: transformers.Gemma2Config(
-        **_COMMON,
+        **COMMON,
         sliding_window=_WINDOW,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
@@ -46,13 +46,13 @@ CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=259, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3
     ),
-    "mixtral": lambda: transformers.MixtralConfig(**_COMMON, num_local_experts=4),
+    "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_COMMON, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
+        **COMMON, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
     ),
     # Multi-head latent attention: values smaller than keys. The second layer is a mixture of experts.
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{name: value for name, value in _COMMON.items() if name not in ("head_dim", "num_key_value_heads")},
+        **{name: value for name, value in COMMON.items() if name not in ("head_dim", "num_key_value_heads")},
         num_key_value_heads=4,
         q_lora_rank=16,
         kv_lora_rank=16,
@@ -67,7 +67,7 @@ CONFIGS = {
         topk_group=2,
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_COMMON, sliding_window=_WINDOW, num_local_experts=4, num_experts_per_tok=2
+        **COMMON, sliding_window=_WINDOW, num_local_experts=4, num_experts_per_tok=2
     ),
 }
 
@@ -75,7 +75,7 @@ CONFIGS = {
 # Experts that look at values, which XLA has no programs for.
 _OTHERS = {
     "jetmoe": lambda: transformers.JetMoeConfig(
-        **{name: value for name, value in _COMMON.items() if name not in ("head_dim", "num_attention_heads")},
+        **{name: value for name, value in COMMON.items() if name not in ("head_dim", "num_attention_heads")},
         kv_channels=16,
         num_local_experts=4,
     ),

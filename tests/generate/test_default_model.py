@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flashxla.generate.checkpoint import DEFAULT_MODEL
+from flashxla.generate import DEFAULT_MODEL
 from tests.generate.command_line import run_json
 
 MAX_BYTES = 8_000_000

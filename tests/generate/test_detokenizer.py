@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from flashxla.generate.checkpoint import DEFAULT_MODEL
+from flashxla.generate import DEFAULT_MODEL
 from flashxla.generate.detokenizer import Detokenizer
 
 _WORDS = ["▁", "▁▁", "▁a", "▁the", "b", "é", "€", ".", "�"]

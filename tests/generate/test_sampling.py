@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flashxla.generate.checkpoint import DEFAULT_MODEL
+from flashxla.generate import DEFAULT_MODEL
 from flashxla.generate.errors import GenerateError
 from flashxla.generate.options import SamplingOptions
 from flashxla.generate.sampling import Sampler

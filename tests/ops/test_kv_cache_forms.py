@@ -23,6 +23,11 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
+def flat(results: tuple[Any, ...]) -> list[np.ndarray]:
+    """What JAX returns caches as, a pair, is in PyTorch the two arguments."""
+    return list(itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in results))
+
+
 def turn(x: np.ndarray, angles: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
     """Rotary embedding as a product of complex numbers. x: [S, H, D]; angles: [positions, R / 2]; positions: [S]."""
     half = angles.shape[1]
@@ -149,7 +154,7 @@ def test_flash_attn_with_kvcache(frontend: Frontend, rng: np.random.Generator, n
     expected = expected_of(given, angles)
     mutated = ("k_cache", "v_cache") if "k" in given else ()
     results = frontend.run("flash_attn_with_kvcache", {**given, "return_softmax_lse": True}, mutated)
-    got = list(itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in results))
+    got = flat(results)
     assert len(got) == (4 if mutated else 2)
     for array, want in zip(got, expected, strict=False):
         np.testing.assert_allclose(array, want, atol=2e-5, rtol=1e-4)
@@ -158,7 +163,7 @@ def test_flash_attn_with_kvcache(frontend: Frontend, rng: np.random.Generator, n
 def test_tokens_without_a_place_are_not_written(frontend: Frontend, rng: np.random.Generator) -> None:
     given = dense(rng, **new(rng, 4), cache_seqlens=np.array([38, -2, 40], np.int32))
     results = frontend.run("flash_attn_with_kvcache", given, ("k_cache", "v_cache"))
-    got = list(itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in results))
+    got = flat(results)
     for cache, name, part in zip(got[1:], ("k_cache", "v_cache"), "kv", strict=True):
         expected = given[name].copy()
         expected[0, 38:] = given[part][0, :2]
@@ -192,7 +197,7 @@ def test_append_paged_kv_cache(frontend: Frontend, rng: np.random.Generator, lay
         "kv_layout": layout,
     }
     results = frontend.run("append_paged_kv_cache", given, ("paged_kv_cache",))
-    got = list(itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in results))
+    got = flat(results)
     for array, view in zip(reference.kv_views(layout, *got), views, strict=True):
         assert_same_bits(np.ascontiguousarray(array), np.ascontiguousarray(view), "cache")
 

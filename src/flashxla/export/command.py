@@ -15,9 +15,9 @@ from transformers.utils import logging as transformers_logging
 import flashxla
 from flashxla import native
 from flashxla.export.program import Program, lower_step
-from flashxla.generate import model, torchax_runner
+from flashxla.generate import DEFAULT_MODEL, model, torchax_runner
 from flashxla.generate.batch import token_buckets
-from flashxla.generate.checkpoint import DEFAULT_MODEL, Checkpoint
+from flashxla.generate.checkpoint import Checkpoint
 from flashxla.generate.command import make_limits
 from flashxla.generate.errors import GenerateError
 from flashxla.generate.model import LoadedModel

@@ -20,8 +20,6 @@ from transformers import (
 
 from flashxla.generate.errors import GenerateError, describe
 
-DEFAULT_MODEL = Path(__file__).parent / "default_model"
-
 # The files that transformers takes for what a group of processes saved while training.
 _DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
 # How many tensors a message names.

@@ -10,9 +10,17 @@ from collections.abc import Iterator
 import torch
 from transformers.utils import logging as transformers_logging
 
-from flashxla.generate import memory, model, torch_tpu_device, torchax_runner, verify, xla_device
+from flashxla.generate import (
+    DEFAULT_MODEL,
+    memory,
+    model,
+    torch_tpu_device,
+    torchax_runner,
+    verify,
+    xla_device,
+)
 from flashxla.generate.batch import token_buckets
-from flashxla.generate.checkpoint import DEFAULT_MODEL, Checkpoint
+from flashxla.generate.checkpoint import Checkpoint
 from flashxla.generate.display import make_display
 from flashxla.generate.engine import Engine
 from flashxla.generate.errors import GenerateError, describe, warn

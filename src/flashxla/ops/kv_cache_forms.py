@@ -7,35 +7,31 @@ does to make the call. It uses arithmetic, indexing and reshape() of tensors, wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from flashxla.ops.cache_format import PAIR_DIMS
 from flashxla.ops.flash_attn_forms import Offsets, Window, shape_of
 from flashxla.ops.messages import in_words_of, type_error, value_error
 
 
-class Frontend(Protocol):
-    """What a form needs of a front end."""
+@dataclasses.dataclass(frozen=True)
+class Frontend:
+    """What a form needs of a front end.
 
-    def tensor_of(self, offsets: Offsets, like: Any) -> Any:
-        """Offsets as an int32 tensor where another tensor is."""
+    tensor_of: offsets as an int32 tensor where another tensor is. concatenate: tensors behind one another, along the
+    last dimension. attend: flash_attn_varlen_func. write: reshape_and_cache_flash on a pair of caches; returns them as
+    they are then. returned: what a call with these results that updates these caches returns.
+    """
 
-    def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Tensors behind one another, along the last dimension."""
-
-    def attend(self, **arguments: Any) -> Any:
-        """Call flash_attn_varlen_func."""
-
-    def write(
-        self, key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str
-    ) -> tuple[Any, Any]:
-        """Call reshape_and_cache_flash. Returns the caches as they are then."""
-
-    def returned(self, results: tuple[Any, ...], caches: tuple[Any, Any]) -> Any:
-        """What a call that updates caches returns."""
+    tensor_of: Callable[[Offsets, Any], Any]
+    concatenate: Callable[[Sequence[Any]], Any]
+    attend: Callable[..., Any]
+    write: Callable[[Any, Any, tuple[Any, Any], Any, str], tuple[Any, Any]]
+    returned: Callable[[tuple[Any, ...], tuple[Any, Any]], Any]
 
 
 Form = Callable[[Frontend], Any]
@@ -269,6 +265,17 @@ def _turn(frontend: Frontend, cos: Any, sin: Any, interleaved: bool, x: Any, pos
         parts = tuple(part[..., None] for part in parts)
     together = frontend.concatenate(parts).reshape(turned.shape)
     return frontend.concatenate([together, rest])
+
+
+def in_front_end(form: Callable[..., Form], frontend: Frontend, module: str) -> Callable[..., Any]:
+    """A form as a function of a front end's module."""
+
+    @functools.wraps(form)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return form(*args, **kwargs)(frontend)
+
+    function.__module__ = module
+    return function
 
 
 KV_CACHE_FORMS = (flash_attn_with_kvcache, append_paged_kv_cache)

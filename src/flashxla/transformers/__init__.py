@@ -9,8 +9,6 @@ See docs/transformers.md.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 try:
     import transformers as _transformers
 except ImportError as error:
@@ -20,7 +18,7 @@ except ImportError as error:
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import flashxla
+from flashxla.generate import DEFAULT_MODEL
 from flashxla.transformers import interface, loading, masks, own_cache
 
 # The attention implementations that `enable` adds. The second is the same for tools that take the names of kernels on
@@ -28,9 +26,6 @@ from flashxla.transformers import interface, loading, masks, own_cache
 NAME = "flashxla"
 KERNEL_NAME = "flashxla/attention"
 OWN_CACHE = "flashxla_own_cache"
-
-# The folder of the small model in the package, for trying things out.
-DEFAULT_MODEL = Path(flashxla.__file__).parent / "generate" / "default_model"
 
 
 def enable() -> None:

@@ -34,6 +34,15 @@ class Options:
             "s_aux": self.s_aux,
         }
 
+    def ragged_paged(self, head_size: int) -> dict[str, Any]:
+        """The same of ragged_paged_attention, for causal attention."""
+        return {
+            "scale": head_size**-0.5 if self.scaling is None else self.scaling,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.softcap,
+            "s_aux": self.s_aux,
+        }
+
 
 def options_of(module: Any, arguments: dict[str, Any]) -> Options:
     """The options of a layer's call. Raises ValueError for those that the operations do not have."""

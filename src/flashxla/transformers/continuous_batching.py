@@ -49,10 +49,37 @@ def attention(
 ) -> torch.Tensor:
     """Write a layer's new keys and values, and attend to each sequence's. [1, heads, T, D] -> [1, T, Hq, Dv]."""
     allocator = _allocator(step.cache, module.layer_idx)
+    place, size = allocator.layer_indices.index(module.layer_idx), allocator.tokens_per_page
+    read, write = (step.arguments[name][allocator.index] for name in ("read_index", "write_index"))
+    layer = _Layer(
+        place,
+        size,
+        pages=_pages_of(step.cache, allocator),
+        read=read,
+        write=write,
+        slots=(write // (2 * size) + place) * size + write % (2 * size),
+        sentinel=allocator.sentinel_index,
+    )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if allocator.layer_type == _SLIDING:
-        return _ring(module.layer_idx, allocator, query, key, value, step, options)[None]
-    return _pages(module.layer_idx, allocator, query, key, value, step, options)[None]
+    attend = _over_ring if allocator.layer_type == _SLIDING else _over_pages
+    return attend(layer, query, key, value, step, options)[None]
+
+
+class _Layer(NamedTuple):
+    """Where a layer's keys and values are.
+
+    place: its number among the layers of its type. size: the tokens of a page. pages: the whole cache, see _pages_of.
+    read, write: rows of the sequences' keys, and of the new tokens' places. slots: the latter as slots. sentinel: the
+    row that stands for a new token.
+    """
+
+    place: int
+    size: int
+    pages: torch.Tensor
+    read: torch.Tensor
+    write: torch.Tensor
+    slots: torch.Tensor
+    sentinel: int
 
 
 def _allocator(cache: Any, layer: int) -> Any:
@@ -75,9 +102,8 @@ def _unknown(got: str) -> ValueError:
     )
 
 
-def _pages(
-    layer: int,
-    allocator: Any,
+def _over_pages(
+    layer: _Layer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -85,12 +111,9 @@ def _pages(
     options: Options,
 ) -> torch.Tensor:
     """Full attention, over the pages. Returns [T, Hq, Dv]."""
-    place = allocator.layer_indices.index(layer)
-    size = allocator.tokens_per_page
-    offsets, longest = step.cu_seq_lens_k[_FULL], step.max_length_k[_FULL]
+    offsets, longest, size = step.cu_seq_lens_k[_FULL], step.max_length_k[_FULL], layer.size
     # Where nothing is in the cache yet, there is nothing to read: all keys are new ones.
-    read, write = (step.arguments[name][allocator.index] for name in ("read_index", "write_index"))
-    read = read if read.numel() else write
+    read = layer.read if layer.read.numel() else layer.write
     blocks, lengths, sequences = once(
         read, ("pages", longest, size), lambda: _blocks(read, offsets, longest, size)
     )
@@ -98,24 +121,20 @@ def _pages(
         query,
         key,
         value,
-        _pages_of(step.cache, allocator).transpose(0, 1),
+        layer.pages.transpose(0, 1),
         lengths,
-        blocks + place,
+        blocks + layer.place,
         step.cu_seq_lens_q,
         sequences,
-        query.shape[-1] ** -0.5 if options.scaling is None else options.scaling,
-        sliding_window=options.sliding_window,
-        soft_cap=options.softcap,
         layout="stacked",
-        slot_mapping=_slots(write, place, size),
-        s_aux=options.s_aux,
+        slot_mapping=layer.slots,
         max_seqlen_q=step.max_length_q,
+        **options.ragged_paged(query.shape[-1]),
     )
 
 
-def _ring(
-    layer: int,
-    allocator: Any,
+def _over_ring(
+    layer: _Layer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -123,20 +142,16 @@ def _ring(
     options: Options,
 ) -> torch.Tensor:
     """Sliding attention: the last tokens lie in a ring, whose order no table of pages has. Returns [T, Hq, Dv]."""
-    place, size = allocator.layer_indices.index(layer), allocator.tokens_per_page
-    read, write = (step.arguments[name][allocator.index] for name in ("read_index", "write_index"))
-    pages = _pages_of(step.cache, allocator)
     keys, values = key, value
-    if read.numel():
+    if layer.read.numel():
         # Old tokens are taken from the ring before the new ones take their places.
-        is_new = read == allocator.sentinel_index
+        is_new = layer.read == layer.sentinel
         number = (is_new.cumsum(0) - 1).clamp_(min=0)
-        ring = pages.view(-1, *key.shape[1:])
+        ring = layer.pages.view(-1, *key.shape[1:])
+        first = 2 * layer.place * layer.size
         keys, values = (
-            torch.where(
-                is_new[:, None, None], new.index_select(0, number), ring.index_select(0, read + first)
-            )
-            for new, first in ((key, 2 * place * size), (value, (2 * place + 1) * size))
+            torch.where(is_new[:, None, None], new.index_select(0, number), ring.index_select(0, rows))
+            for new, rows in ((key, layer.read + first), (value, layer.read + first + layer.size))
         )
     out = fx.flash_attn_varlen_func(
         query,
@@ -148,7 +163,7 @@ def _ring(
         step.cu_seq_lens_k[_SLIDING],
         **options.flash_attn(),
     )
-    fx.reshape_and_cache(key, value, pages.transpose(0, 1), _slots(write, place, size), "stacked")
+    fx.reshape_and_cache(key, value, layer.pages.transpose(0, 1), layer.slots, "stacked")
     return out
 
 
@@ -161,11 +176,6 @@ def _pages_of(cache: Any, allocator: Any) -> torch.Tensor:
     shape = allocator.cache_tensor.shape
     first = next(iter(cache.cache_allocators.values())).cache_tensor
     return first.view(-1, 2, allocator.tokens_per_page, *shape[-2:])
-
-
-def _slots(write: torch.Tensor, place: int, size: int) -> torch.Tensor:
-    """Slots of tokens, from their rows. place: the layer's among those of its type."""
-    return (write // (2 * size) + place) * size + write % (2 * size)
 
 
 def _blocks(

@@ -147,9 +147,8 @@ def _lies_flat(key: torch.Tensor, batch: Batch) -> bool:
     """Whether keys [B, Hk, Sk, D] are tokens one after the other in memory, as a projection makes them."""
     if key.device.type in ("cpu", "cuda"):
         return key.transpose(1, 2).is_contiguous()
-    return (
-        batch.queries == batch.keys
-    )  # XLA decides how its tensors lie: those of a cache are more than the queries
+    # XLA decides how its tensors lie; a cache has more keys than there are queries.
+    return batch.queries == batch.keys
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -101,20 +101,15 @@ def spans(
 
 def reads_values(tensor: torch.Tensor) -> bool:
     """Whether a program may look at a tensor's values: not where it is compiled, which XLA's tensors always are."""
-    return (
-        not torch.compiler.is_compiling() and tensor.device.type in ("cpu", "cuda") and not _is_fake(tensor)
-    )
+    if torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor):
+        return False
+    is_recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return tensor.device.type in ("cpu", "cuda") and not is_recorded
 
 
 def is_spans(mask: torch.Tensor) -> bool:
     """Whether a mask is one of spans."""
     return mask.dtype == torch.int32 and mask.shape[1:] == SPANS_SHAPE
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or (
-        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
 
 
 def _spans(

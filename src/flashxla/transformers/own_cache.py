@@ -69,9 +69,6 @@ def attention(
         flashxla_step.block_tables,
         flashxla_step.query_start_loc,
         flashxla_step.num_seqs,
-        query.shape[-1] ** -0.5 if options.scaling is None else options.scaling,
-        sliding_window=options.sliding_window,
-        soft_cap=options.softcap,
-        s_aux=options.s_aux,
+        **options.ragged_paged(query.shape[-1]),
     )
     return out[None], None

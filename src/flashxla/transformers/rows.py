@@ -60,10 +60,10 @@ def dense(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Den
 
 
 def _paged(batch: Batch, spans: torch.Tensor, rows: torch.Tensor) -> Paged:
-    first_query, _, first_key, end_key = spans[:, 0, 0].unbind(1)
+    first_query, end_query, first_key, end_key = spans[:, 0, 0].unbind(1)
     if batch.queries == 1:
         # One that is no token sees nothing.
-        used = torch.where(first_query == spans[:, 0, 0, 1], 0, end_key)
+        used = torch.where(first_query == end_query, 0, end_key)
         offsets = _offsets(batch.rows, 1, spans.device)
         return Paged(offsets, used.to(torch.int32), first_key.contiguous(), rows[:, None])
     tables = _between(rows)
