@@ -273,8 +273,9 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     layout: str = "NHD",
     kv_cache_dtype: str = "auto",
+    deterministic: bool = False,
 ) -> tuple[Array, Array]:
-    """Returns (out, lse) whatever return_softmax_lse says."""
+    """Returns (out, lse) whatever return_softmax_lse says. deterministic is of the gradients."""
     keys, values = decode(k, kv_cache_dtype), decode(v, kv_cache_dtype)
     if block_table is not None:
         assert seqused_k is not None

@@ -159,6 +159,34 @@ def test_other_head_sizes_are_a_reason_on_a_gpu() -> None:
     assert "head sizes 576 and 512" in got.reason
 
 
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_gradients(framework: str, lse: bool) -> None:
+    """What computes them is said with the call."""
+    fx = pytest.importorskip(f"flashxla.{framework}")
+    if framework == "jax":
+        q, k, offsets = (
+            fx.jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (((T, HQ, D), "float32"), ((T, HK, D), "float32"), ((S + 1,), "int32"))
+        )
+    else:
+        q, k = fx.torch.zeros(T, HQ, D), fx.torch.zeros(T, HK, D)
+        offsets = fx.torch.zeros(S + 1, dtype=fx.torch.int32)
+    given = (fx.flash_attn_varlen_func, q, k, k, T, offsets, T, offsets)
+    got = flashxla.explain(*given, return_softmax_lse=lse, platform="cpu")
+    assert got.gradients is not None and got.gradients.gradients is None
+    assert got.gradients.operation == "gradients of flash_attn_varlen_func"
+    assert [(kernel.work, kernel.name) for kernel in got.gradients.kernels] == [("all", "tiles")]
+    assert str(got).endswith(f"\n{got.gradients}")
+    scale = np.ones(1, np.float32) if framework == "jax" else fx.torch.ones(1)
+    assert flashxla.explain(*given, k_descale=scale, platform="cpu").gradients is None
+
+
+def test_no_gradients() -> None:
+    query, *rest = torch_arguments()
+    assert flashxla.explain("paged_attention", query, *rest).gradients is None
+
+
 @pytest.mark.parametrize("framework", ARGUMENTS)
 def test_wrong_calls_raise_what_the_call_raises(framework: str) -> None:
     query, *rest = ARGUMENTS[framework]()

@@ -19,7 +19,8 @@ class Explanation:
     """What serves a call.
 
     kernels: which kernel does what of the call. plan_bytes: of what depends on the index tensors alone, which layers
-    share in a JAX program. workspace_bytes: beside it. instruction_set: of a processor, "" on a GPU.
+    share in a JAX program. workspace_bytes: beside it. instruction_set: of a processor, "" on a GPU. gradients: what
+    computes those of the call, None if it has none.
     """
 
     operation: str
@@ -28,6 +29,7 @@ class Explanation:
     plan_bytes: int = 0
     workspace_bytes: int = 0
     instruction_set: str = ""
+    gradients: Explanation | None = None
 
     def _of(self, work: str) -> str:
         kernel = next((k for k in self.kernels if k.work == work), self.kernels[0])
@@ -57,6 +59,8 @@ class Explanation:
         if self.plan_bytes or self.workspace_bytes:
             lines.append(f"  {'plan':<16} {self.plan_bytes} bytes")
             lines.append(f"  {'workspace':<16} {self.workspace_bytes} bytes")
+        if self.gradients:
+            lines.append(str(self.gradients))
         return "\n".join(lines)
 
 
@@ -83,8 +87,30 @@ def _explain(call: Call, operands: Mapping[str, Spec], platform: str) -> Explana
     needs = native_calls.planned_needs(call, platform, operands)
     instruction_set = native.library(platform).instruction_set if platform == CPU.name else ""
     return Explanation(
-        call.op.function, platform, needs.kernels, needs.plan_bytes, needs.workspace_bytes, instruction_set
+        call.op.function,
+        platform,
+        needs.kernels,
+        needs.plan_bytes,
+        needs.workspace_bytes,
+        instruction_set,
+        _gradients(call, operands, platform),
     )
+
+
+def _gradients(call: Call, operands: Mapping[str, Spec], platform: str) -> Explanation | None:
+    """Those through all of the call's results."""
+    arguments = {name: aval for name, aval in call.arguments if aval is not None}
+    if call.op.vjp is None or call.op.vjp.why_not(dict(call.arguments)):
+        return None
+    wanted = {f"grad_{name}": aval for name, (_, aval) in zip(call.result_names, call.results, strict=True)}
+    requested = call.requesting(call.op.vjp.residuals)
+    computed = {name: aval for name, (_, aval) in zip(requested.result_names, requested.results, strict=True)}
+    backward = call.gradients(arguments | wanted | computed)
+    given = {name: operands[field] for name, field in call.operands}  # with their strides
+    made = {name: Spec(aval.dtype, aval.shape) for name, aval in (wanted | computed).items()}
+    specs = {field: (given | made)[name] for name, field in backward.operands}
+    found = _explain(backward, specs, platform)
+    return dataclasses.replace(found, operation=f"gradients of {call.op.function}")
 
 
 def _framework(operation: str | Callable[..., Any], values: tuple[Any, ...]) -> str:

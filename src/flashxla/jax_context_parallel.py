@@ -54,6 +54,7 @@ class _Options(NamedTuple):
     softmax_scale: float
     window: tuple[int, int]
     softcap: float
+    deterministic: bool
 
 
 class _Part(NamedTuple):
@@ -76,6 +77,7 @@ def ring_attention(
     window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
     return_softmax_lse: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Causal attention over packed sequences whose tokens are sharded over a mesh axis; inside jax.shard_map.
 
@@ -89,7 +91,7 @@ def ring_attention(
             must ascend from 0 or more to at most T: others do no harm, but give other results than one device gives.
         max_seqlen: upper bound of the lengths.
         axis_name: of the mesh axis.
-        softmax_scale, softcap: as flash_attn_varlen_func.
+        softmax_scale, softcap, deterministic: as flash_attn_varlen_func.
         window_size: (left, right); causal attention has nothing to the right.
         return_softmax_lse: also return the LSE.
 
@@ -115,6 +117,7 @@ def ring_attention(
         causal=True,
         window_size=(left, right),
         softcap=softcap,
+        deterministic=deterministic,
     )
     try:  # what the calls of a step take
         resolve(FLASH_ATTN_VARLEN, whole)
@@ -126,7 +129,9 @@ def ring_attention(
         got = f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]} tokens"
         raise value_error(function, "q, k, v", got, "the same even number of tokens, in ring_order")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = _Options(axis_name, int(max_seqlen), float(scale), (int(left), -1), float(softcap))
+    options = _Options(
+        axis_name, int(max_seqlen), float(scale), (int(left), -1), float(softcap), bool(deterministic)
+    )
     # Each varies over the ring's axis, and over whatever others (data, heads) one of them varies over.
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     axes = varying_axes([q, k, v, cu_seqlens]) | set(names)
@@ -241,6 +246,7 @@ def _scalars(options: _Options) -> dict[str, Any]:
         "causal": True,
         "window_size": options.window,
         "softcap": options.softcap,
+        "deterministic": options.deterministic,
     }
 
 

@@ -86,10 +86,7 @@ def _with_vjp(call: Call, vjp: Vjp, forward: Callable[..., list[jax.Array]], run
                 tensors[tensor.name] = jnp.zeros(zero.shape, zero.dtype)
         if given:
             raise no_backward(call, list(given))
-        backward = vjp.op.resolve(
-            {t.name: aval_of(tensors[t.name]) if t.name in tensors else None for t in vjp.op.tensors},
-            {s.name: dict(call.scalars)[s.name] for s in vjp.op.scalars},
-        )
+        backward = call.gradients({name: aval_of(x) for name, x in tensors.items()})
         got = run(backward, [tensors[name] for name, _ in backward.operands])
         by_name = dict(zip(backward.result_names, got, strict=True))
         return tuple(

@@ -194,11 +194,11 @@ def without_poison(array: Array) -> Array:
     return np.where(is_poison, 0, bits(array)).astype(f"u{array.itemsize}").view(array.dtype)
 
 
-def check_written(operation: str, name: str, before: Buffer, memory: Memory) -> None:
-    """No element of an op's result is poison any more, and nothing between the elements was written."""
+def check_written(operation: str, name: str, before: Buffer, memory: Memory, whole: bool) -> None:
+    """Nothing between the elements was written; whole: and all elements were, so that none is poison any more."""
     after = dataclasses.replace(before, flat=np.empty_like(before.flat))
     memory.read(before.address, after.flat)
-    if name in ("out", "lse"):
+    if whole:
         left = np.argwhere(after.view() == POISON[before.dtype])
         if len(left):
             raise AssertionError(f"{operation}: {name}: {len(left)} not written, the first: {left[0]}")
@@ -345,6 +345,21 @@ def apart_call(rng: Rng) -> Call:
     return driver.attention_call(rng, sizes)
 
 
+def wide_gradients_call(rng: Rng) -> Call:
+    """wide: on Hopper, 16 bits, head sizes up to 128; no ALiBi."""
+    sizes = wide(rng)._replace(dim=int(pick(rng, 64, 128, 64, 128, 72, 80, 96, 112)))
+    call = driver.attention_backward_call(rng, sizes)
+    call.tensors.pop("alibi_slopes", None)
+    call.scalars["deterministic"] = int(rng.integers(2))
+    return call
+
+
+def tile_gradients_call(rng: Rng) -> Call:
+    """tile: head sizes that wide does not serve."""
+    sizes = wide(rng)
+    return driver.attention_backward_call(rng, sizes._replace(dim=int(pick(rng, 136, 192, 256))))
+
+
 def bounded(rng: Rng, call: Call, always: bool) -> Call:
     """With max_seqlen_q unknown or that of the tokens: a smaller one lets split serve every sequence."""
     if always or rng.random() < 0.8:
@@ -386,10 +401,14 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     driver.merge_states_call,
     alibi_call,
     apart_call,
+    wide_gradients_call,
     driver.attention_call,
+    tile_gradients_call,
+    driver.attention_backward_call,
 )
 BIG_KV_CACHE_EVERY = 25
-RESULTS = ("out", "lse", "key_cache", "value_cache", "k", "v")
+UPDATED = ("key_cache", "value_cache", "k", "v")
+GRADIENTS = "attention_backward"
 
 
 class Smoke:
@@ -405,19 +424,20 @@ class Smoke:
         operation, arrays, scalars = call
         prepared = bool(rng.random() < 0.5)
         strided = not overrun and rng.random() < 0.4
+        results = self.library.operation(operation).of_kind("result")
         buffers = {}
         for name, array in arrays.items():
             # The engines of a plan are chosen before addresses are known: it is for aligned tensors.
             apart = steps(rng, array, shift=not prepared) if strided and rng.random() < 0.4 else (1, 0, 0)
-            array = poisoned(array) if name in ("out", "lse") else without_poison(array)
+            array = poisoned(array) if name in results else without_poison(array)
             buffers[name] = Buffer.of(array, apart)
         try:
             tensors = {name: buffer.place(self.memory) for name, buffer in buffers.items()}
             self._launch(operation, tensors, scalars, prepared, rng, overrun)
             self.memory.synchronize()
-            for name in RESULTS:
+            for name in (*results, *UPDATED):
                 if name in buffers and buffers[name].flat.size and not self.library.check_indices:
-                    check_written(operation, name, buffers[name], self.memory)
+                    check_written(operation, name, buffers[name], self.memory, whole=name in results)
         finally:
             with contextlib.suppress(CudaError):  # the first error is raised already
                 self.memory.free()
@@ -433,7 +453,8 @@ class Smoke:
     ) -> None:
         fields = self.library.operation(operation)
         needs = self._needs(operation, tensors, scalars)
-        self.served.update({kernel.name for kernel in needs.kernels})
+        of = " of gradients" if operation == GRADIENTS else ""
+        self.served.update({kernel.name + of for kernel in needs.kernels})
         if prepared and needs.plan_bytes:
             (plan,) = fields.of_kind("plan")
             tensors = {**tensors, plan: self._scratch(needs.plan_bytes, rng)}

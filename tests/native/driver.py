@@ -290,11 +290,13 @@ def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
     return Call("attention", tensors, scalars)
 
 
-def attention_backward_call(rng: Rng) -> Call:
-    """The gradients of a random call of attention over dense keys."""
-    sizes = attention_sizes(rng)
-    dtype = pick(rng, *FLOATS)
-    _, of, scalars = attention_call(rng, sizes._replace(q_dtype=dtype, element=dtype, page=0))
+def attention_backward_call(rng: Rng, sizes: Sizes | None = None) -> Call:
+    """The gradients of a random call of attention over dense keys, of these sizes."""
+    if sizes is None:
+        dtype = pick(rng, *FLOATS)
+        sizes = attention_sizes(rng)._replace(q_dtype=dtype, element=dtype)
+    dtype = sizes.q_dtype
+    _, of, scalars = attention_call(rng, sizes._replace(page=0))
     heads, tokens = of["q"].shape[1::-1]
     tensors = {name: of[name] for name in of.keys() - {"lse", "q_descale", "k_descale", "v_descale"}}
     tensors |= {
@@ -307,9 +309,8 @@ def attention_backward_call(rng: Rng) -> Call:
         tensors["grad_lse"] = floats(rng, (heads, tokens), FLOATS[0])
     if "sinks" in of:
         tensors["grad_sinks"] = np.zeros_like(of["sinks"])
-    return Call(
-        "attention_backward", tensors, {k: v for k, v in scalars.items() if k not in ("layout", "kv_dtype")}
-    )
+    scalars = {name: value for name, value in scalars.items() if name not in ("layout", "kv_dtype")}
+    return Call("attention_backward", tensors, scalars | {"deterministic": int(rng.integers(2))})
 
 
 def merge_states_call(rng: Rng) -> Call:

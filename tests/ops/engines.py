@@ -23,7 +23,21 @@ def served_by(frontend: Frontend, function: str, arguments: Arguments) -> tuple[
     """The engines of few and of many queries; None where the CUDA library is not installed."""
     if not native.is_installed("cuda"):
         return None
+    got = _explained(frontend, function, arguments)
+    return got.few_queries.partition(":")[0], got.many_queries.partition(":")[0]
+
+
+def differentiated_by(frontend: Frontend, arguments: Arguments) -> str | None:
+    """The engine of the gradients of flash_attn_varlen_func; None where the CUDA library is not installed."""
+    if not native.is_installed("cuda"):
+        return None
+    got = _explained(frontend, "flash_attn_varlen_func", arguments).gradients
+    assert got is not None
+    (kernel,) = got.kernels
+    return kernel.name
+
+
+def _explained(frontend: Frontend, function: str, arguments: Arguments) -> flashxla.Explanation:
     assert isinstance(frontend, TorchFrontend)
     given = {k: map_arrays(frontend.tensor, v) if has_arrays(v) else v for k, v in arguments.items()}
-    got = flashxla.explain(getattr(frontend.fx, function), platform="cuda", **given)
-    return got.few_queries.partition(":")[0], got.many_queries.partition(":")[0]
+    return flashxla.explain(getattr(frontend.fx, function), platform="cuda", **given)

@@ -77,7 +77,7 @@ def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
     expected = gradients_from(arguments, out, *grads)
     for name in wanted:
         assert got[name].dtype == arguments[name].dtype
-        assert_gradients(got[name], expected[name], arguments["q"].dtype, name)
+        assert_gradients(got[name], expected[name], arguments["q"].dtype, name, frontend.device)
 
 
 @WITH_AUTOGRAD
@@ -100,7 +100,7 @@ def test_some_gradients(frontend: Frontend, rng: np.random.Generator, wanted: tu
     got = frontend.gradients("flash_attn_varlen_func", arguments, wanted, grads)
     expected = flash_attn_varlen_gradients(arguments, *grads)
     for name in wanted:
-        assert_gradients(got[name], expected[name], arguments["q"].dtype, name)
+        assert_gradients(got[name], expected[name], arguments["q"].dtype, name, frontend.device)
 
 
 @WITH_AUTOGRAD
@@ -111,7 +111,7 @@ def test_gradient_of_the_lse_alone(frontend: Frontend, rng: np.random.Generator)
     got = frontend.gradients("flash_attn_varlen_func", arguments, SOURCES, (None, grad_lse))
     expected = flash_attn_varlen_gradients(arguments, np.zeros_like(grad_out), grad_lse)
     for name in SOURCES:
-        assert_gradients(got[name], expected[name], arguments["q"].dtype, name)
+        assert_gradients(got[name], expected[name], arguments["q"].dtype, name, frontend.device)
 
 
 @pytest.mark.frontends("torch")
@@ -121,7 +121,7 @@ def test_as_exact_as_sdpa(frontend: TorchFrontend, rng: np.random.Generator, dty
     """gradcheck needs float64, which the operations have not: errors are held against torch SDPA's own.
 
     In float32 both are roundings of the weights' exponents. The kernels' exponents have one rounding more, to base 2:
-    that is 1.5 times SDPA's error on average at the smallest head size.
+    that is 1.5 times SDPA's error on average at the smallest head size. On a GPU both round weights to 16 bits.
     """
     arguments = flash_attn_arguments(rng, Case(((200, 200),), dim=dim, dtype=dtype, lse=False))
     (grad,) = cotangents(rng, arguments)
@@ -137,13 +137,15 @@ def test_as_exact_as_sdpa(frontend: TorchFrontend, rng: np.random.Generator, dty
         their_error = np.abs(
             frontend.array(their[0].transpose(0, 1)).astype(np.float64) - expected[name]
         ).mean()
-        assert error <= (2.0 if dtype == "f32" else 1.5) * their_error, (name, error, their_error)
+        allowed = 1.5 if dtype != "f32" and frontend.device == "cpu" else 2.0
+        assert error <= allowed * their_error, (name, error, their_error)
 
 
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
 def test_same_bits_twice(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
-    arguments = flash_attn_arguments(rng, case)
+    """On a CPU also of calls that did not ask for that."""
+    arguments = flash_attn_arguments(rng, case) | {"deterministic": frontend.device != "cpu"}
     grads = cotangents(rng, arguments)
     first, second = (
         frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), grads) for _ in "12"
@@ -165,20 +167,7 @@ def test_values_that_are_not_seen_may_be_anything(frontend: Frontend, rng: np.ra
     short = {**arguments, **clean, "cu_seqlens_q": np.array([0, 30], np.int32)}
     short["cu_seqlens_k"] = short["cu_seqlens_q"]
     expected = flash_attn_varlen_gradients(short, np.nan_to_num(grad))
-    assert_gradients(got["q"][:30], expected["q"][:30], DTYPES["f32"], "q")
-
-
-@pytest.mark.frontends("torch")
-def test_keys_of_several_sequences(frontend: Frontend, rng: np.random.Generator) -> None:
-    """Offsets may let sequences overlap: the gradients of their common keys are the sums."""
-    arguments = flash_attn_arguments(rng, Case(((9, 20), (12, 20), (7, 20)), lse=False, causal=False))
-    arguments["cu_seqlens_k"] = np.array([0, 10, 15, 40], np.int32)
-    arguments["seqused_k"] = np.array([30, 20, 25], np.int32)
-    (grad,) = cotangents(rng, arguments)
-    got = frontend.gradients("flash_attn_varlen_func", arguments, ("q", "k", "v"), (grad,))
-    expected = flash_attn_varlen_gradients(arguments, grad)
-    for name in "qkv":
-        assert_gradients(got[name], expected[name], DTYPES["f32"], name)
+    assert_gradients(got["q"][:30], expected["q"][:30], DTYPES["f32"], "q", frontend.device)
 
 
 @pytest.mark.frontends("torch")
@@ -186,6 +175,7 @@ def test_keys_of_several_sequences(frontend: Frontend, rng: np.random.Generator)
 def test_sequences_that_threads_share(frontend: TorchFrontend, rng: np.random.Generator, lens: Any) -> None:
     """With more threads than sequences, several tasks add to the same keys, and the bits stay the same."""
     arguments = flash_attn_arguments(rng, Case(lens, heads=(2, 1), sinks="f32"))
+    arguments["deterministic"] = frontend.device != "cpu"
     grads = cotangents(rng, arguments)
     threads = frontend.torch.get_num_threads()
     try:
@@ -195,7 +185,7 @@ def test_sequences_that_threads_share(frontend: TorchFrontend, rng: np.random.Ge
         frontend.torch.set_num_threads(threads)
     expected = flash_attn_varlen_gradients(arguments, *grads)
     for name in SOURCES:
-        assert_gradients(got[name], expected[name], DTYPES["f32"], name)
+        assert_gradients(got[name], expected[name], DTYPES["f32"], name, frontend.device)
         assert_same_bits(again[name], got[name], name)
 
 
@@ -220,7 +210,7 @@ def test_gradient_that_is_expanded(frontend: TorchFrontend, rng: np.random.Gener
     scalars = {k: v for k, v in arguments.items() if k not in tensors}
     frontend.fx.flash_attn_varlen_func(**tensors, **scalars).sum().backward()
     expected = flash_attn_varlen_gradients(arguments, np.ones_like(arguments["q"]))
-    assert_gradients(frontend.array(tensors["q"].grad), expected["q"], DTYPES["f32"], "q")
+    assert_gradients(frontend.array(tensors["q"].grad), expected["q"], DTYPES["f32"], "q", frontend.device)
 
 
 @pytest.mark.frontends("jax")
@@ -244,4 +234,4 @@ def test_jax_transforms(frontend: JaxFrontend, rng: np.random.Generator, transfo
         "vmap": lambda: jax.vmap(jax.grad(loss))(q[None])[0],
         "value_and_grad": lambda: jax.jit(jax.value_and_grad(loss))(q)[1],
     }[transform]()
-    assert_gradients(np.asarray(got), expected, DTYPES["f32"], "q")
+    assert_gradients(np.asarray(got), expected, DTYPES["f32"], "q", frontend.device)

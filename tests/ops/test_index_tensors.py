@@ -250,7 +250,7 @@ def test_gradients_between_poison(
     )
     expected_gradients = gradients_from(arguments, frontend.array(out), *grads)
     for (name, expected), gradient in zip(expected_gradients.items(), got, strict=False):
-        assert_gradients(frontend.array(gradient), expected, DTYPES[case.dtype], name)
+        assert_gradients(frontend.array(gradient), expected, DTYPES[case.dtype], name, frontend.device)
 
 
 def assert_paged(out: np.ndarray, lse: np.ndarray | None, arguments: Arguments, case: Case) -> None:

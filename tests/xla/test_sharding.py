@@ -20,8 +20,6 @@ def test_sharded_arguments(request: pytest.FixtureRequest, part: str, axes: str)
         environment.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
     elif gpu.count(os.environ) < 4:
         pytest.skip("needs four GPUs")
-    elif part == "gradients":
-        pytest.skip("gradients are there on CPUs")
     seed = str(request.config.option.seed)
     done = subprocess.run(
         [sys.executable, "-m", "tests.xla.sharding_steps", part, axes, seed],

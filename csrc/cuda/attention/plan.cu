@@ -1,61 +1,18 @@
 // Makes the plan: one thread block reads the index tensors once and lists the engines' work.
 #include "cuda/attention/plan.cuh"
+#include "cuda/attention/scan.cuh"
 #include "cuda/attention/warp.cuh"
 #include "cuda/launch.h"
 
 namespace flashxla::attention {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = kScanThreads;
 constexpr int kWarps = kThreads / 32;
 // With more q tiles of many queries than this they are not sorted by cost: so many balance anyway.
 constexpr int kMaxSorted = 2048;
 // With fewer queries than this most of a q tile for many queries would be empty.
 constexpr int kMinManyQueries = 48;
-
-// Two of each: a scan may write one while slow threads still read the last scan's results from the
-// other.
-struct ScanMemory {
-  int32_t partial[2][kWarps];
-  unsigned flags[2][kWarps];
-};
-
-// Prefix sums over the threads of the block, all of which must call it.
-struct Scan {
-  ScanMemory& shared;
-  int turn = 0;
-
-  // Returns the sum of `value` over the threads before this one. *total is the sum over all
-  // threads, *any whether any thread has set `flag`.
-  __device__ int Exclusive(int value, int* total, bool flag = false, bool* any = nullptr) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    int32_t* partial = shared.partial[turn];
-    unsigned* flags = shared.flags[turn];
-    turn ^= 1;
-    int sum = value;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) partial[warp] = sum;
-    const unsigned flagged = any == nullptr ? 0 : __ballot_sync(kAllLanes, flag);
-    if (any != nullptr && lane == 0) flags[warp] = flagged;
-    __syncthreads();
-    if (warp == 0) {
-      int all = partial[lane];
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, all, step);
-        if (lane >= step) all += other;
-      }
-      partial[lane] = all;
-      if (any != nullptr) flags[lane] = __any_sync(kAllLanes, flags[lane] != 0);
-    }
-    __syncthreads();
-    *total = partial[kWarps - 1];
-    if (any != nullptr) *any = flags[0] != 0;
-    return sum - value + (warp == 0 ? 0 : partial[warp - 1]);
-  }
-};
 
 // A sequence with more queries than this is long: several threads share its work here.
 constexpr int kMinLong = 32;

@@ -54,11 +54,16 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
 
 }  // namespace
 
+bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
+             int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map) {
+  const int64_t sizes[3] = {head_size, num_heads, num_tokens};
+  const int64_t strides[3] = {1, rows.stride_head, rows.stride_token};
+  const int box[3] = {box_columns, 1, box_tokens};
+  return MakeTensorMap(rows.data, dtype, 3, sizes, strides, box, map);
+}
+
 bool MapQueries(const Problem& p, int columns, int queries, CUtensorMap* map) {
-  const int64_t sizes[3] = {p.head_size, p.num_heads, p.num_tokens};
-  const int64_t strides[3] = {1, p.q.stride_head, p.q.stride_token};
-  const int box[3] = {columns, 1, queries};
-  return MakeTensorMap(p.q.data, p.q_dtype, 3, sizes, strides, box, map);
+  return MapRows(p.q, p.q_dtype, p.num_tokens, p.num_heads, p.head_size, columns, queries, map);
 }
 
 bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map) {

@@ -11,6 +11,10 @@ namespace flashxla::attention {
 // For 16-bit or fp8 elements. A box has rows of 128 bytes, which are swizzled; elements outside the
 // tensor read as zero. False if the driver refuses.
 
+// Rows by (dim, head, token), in boxes of `box_columns` dims and `box_tokens` tokens.
+bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
+             int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map);
+
 // Queries by (dim, head, token), in boxes of `columns` dims and `queries` tokens.
 bool MapQueries(const Problem& p, int columns, int queries, CUtensorMap* map);
 

@@ -16,7 +16,8 @@
 //   grad_sinks = -sum_i exp(sink - lse_i) * delta_i                 of each head
 // Rows of q outside every sequence and keys outside every sequence have gradients of 0, and nothing
 // of them is read. All elements of the results are written. Keys may belong to several sequences:
-// their gradients are the sums.
+// their gradients are the sums. Unless deterministic is 1, a GPU may add up grad_q in any order, so
+// that its last bits differ from run to run; a CPU always gives the same bits.
 #define FLASHXLA_ATTENTION_BACKWARD_FIELDS(F)                                 \
   F(INPUT, grad_out, NONE)     /* [T, Hq, Dv], out's dtype */                 \
   F(INPUT, grad_lse, NONE)     /* optional float32 [Hq, T] */                 \
@@ -42,6 +43,7 @@
   F(INTEGER, window_right, NONE)                                              \
   F(INTEGER, max_seqlen_q, NONE)                                              \
   F(INTEGER, max_seqlen_k, NONE)                                              \
+  F(INTEGER, deterministic, NONE) /* 1: the same bits for the same input */   \
   F(REAL, softmax_scale, NONE)                                                \
   F(REAL, softcap, NONE)
 

@@ -18,7 +18,8 @@ from flashxla.bench.topic import Peer, Run
 class AttentionCase:
     """A batch: `lens` has (queries, keys) of each sequence; page None is dense keys and values.
 
-    As many queries as keys, or one query (the newest token): there PyTorch's causal mask is the same as ours.
+    As many queries as keys, or one query (the newest token): there PyTorch's causal mask is the same as ours. window:
+    how many keys a query sees, its own among them. deterministic: of gradients.
     """
 
     name: str
@@ -26,6 +27,8 @@ class AttentionCase:
     heads: tuple[int, int] = (8, 8)  # of queries, of keys
     dim: int = 128
     page: int | None = None
+    window: int | None = None
+    deterministic: bool = False
 
     @property
     def ragged(self) -> bool:
@@ -75,6 +78,10 @@ def _ours(problem: AttentionProblem) -> Run:
         seqused = torch.tensor(keys, dtype=torch.int32, device=problem.q.device)
         arguments = {"seqused_k": seqused, "block_table": table}
     cu_seqlens_q = offsets(queries)
+    if case.window is not None:
+        arguments["window_size"] = (case.window - 1, 0)
+    if case.deterministic:
+        arguments["deterministic"] = True
 
     def call() -> torch.Tensor:
         out = fx.flash_attn_varlen_func(

@@ -12,9 +12,8 @@ from typing import Any
 
 from flashxla import install, output_file
 
-TOPICS = ("prefill", "decode", "kv_write")
 BACKWARD, STRATEGIES = "backward", "strategies"
-CPU_ALONE = (BACKWARD, STRATEGIES)
+TOPICS = ("prefill", "decode", "kv_write", BACKWARD)
 VLLM = "vllm"
 # Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
 STUDY = ("mixed", "overhead", "plan", "step")
@@ -31,11 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*TOPICS, *CPU_ALONE, *STUDY, VLLM, "all"),
-        help="what to measure; everything that the device has if left out. On the cpu alone: backward (gradients), "
-        "strategies (ways to write a cache from PyTorch/XLA). On GPUs, from a checkout: mixed batches, overhead in a "
-        "jitted program, plan (one for all layers, or one each), step (a decode step of a model shaped as Llama 3 8B). "
-        "vllm: the engine, where the plugin for vLLM is installed (docs/vllm.md)",
+        choices=(*TOPICS, STRATEGIES, *STUDY, VLLM, "all"),
+        help="what to measure; everything that the device has if left out. backward is gradients; on a GPU a checkout "
+        "measures them by this name alone. On the cpu alone: strategies (ways to write a cache from PyTorch/XLA). On "
+        "GPUs, from a checkout: mixed batches, overhead in a jitted program, plan (one for all layers, or one each), "
+        "step (a decode step of a model shaped as Llama 3 8B). vllm: the engine, where the plugin for vLLM is "
+        "installed (docs/vllm.md)",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also time PyTorch's and JAX's own ways, in turn with ours"
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return _vllm(args)
     root = checkout()
     args.device = args.device or ("cuda" if _sees_cuda(root) else "cpu")
-    in_study = root is not None and (args.device == "cuda" or args.name in STUDY)
+    in_study = root is not None and args.name != BACKWARD and (args.device == "cuda" or args.name in STUDY)
     problem = _problem(args, root) or _unwritable(args, in_study)
     if problem:
         print(f"flashxla bench: {problem}", file=sys.stderr)
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     from flashxla.bench.topic import Options
 
     options = Options(tuple(args.dtype), args.device, args.threads, args.rounds, args.peers, args.quick)
-    everything = TOPICS if args.device == "cuda" else (*TOPICS, *CPU_ALONE)
+    everything = TOPICS if args.device == "cuda" else (*TOPICS, STRATEGIES)
     names = everything if args.name in _EVERYTHING else [args.name]
     results = {name: _measure(name, options) for name in names}
     content = report.document(results, options, command(args, "threads"))
@@ -176,10 +176,11 @@ def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
         if is_asked and root is None:
             return f"{what} comes with a checkout of the repository, in its folder benchmarks"
     if args.device == "cuda":
-        if args.name in CPU_ALONE:
+        if args.name == STRATEGIES:
             return f"--device cuda: {args.name} runs on the cpu only"
-        if not _sees_cuda(root):
-            seeing = "neither PyTorch nor JAX sees a" if root else "PyTorch sees no"
+        study = root if args.name != BACKWARD else None
+        if not _sees_cuda(study):
+            seeing = "neither PyTorch nor JAX sees a" if study else "PyTorch sees no"
             return f"--device cuda: {seeing} CUDA device"
     elif args.name in STUDY and not args.quick:
         return f"{args.name} measures GPUs; with --quick it runs on the cpu, to see that it does"

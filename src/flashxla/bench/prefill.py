@@ -38,8 +38,11 @@ CASES = {
 
 
 def work(case: AttentionCase, dtype: torch.dtype) -> float:
-    """Floating point operations: two products, over the keys that causality leaves."""
-    pairs = sum(n * (n + 1) / 2 for n, _ in case.lens)
+    """Floating point operations: two products, over the keys that causality and a window leave."""
+    pairs = 0
+    for n, _ in case.lens:
+        window = n if case.window is None else min(case.window, n)
+        pairs += window * (window + 1) // 2 + (n - window) * window
     return 4.0 * case.heads[0] * case.dim * pairs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashxla.bench import timing
-from flashxla.bench.topic import Options, Run, Topic
+from flashxla.bench.topic import Options, Run, Topic, Unavailable
 
 _CEILING = "ceiling"
 # Absolute and relative. 16 bits: contenders may round softmax weights and partial results to their dtype.
@@ -34,9 +34,7 @@ def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> 
     torch.manual_seed(0)
     problem = topic.problem(case, dtype, torch.device(options.device))
     ours = topic.ours.build(problem)
-    serving = [peer for peer in topic.peers if peer.serves(case, options.device)]
-    # Without --peers the first one still says whether our results are right.
-    runs = {peer.name: peer.build(problem) for peer in (serving if options.peers else serving[:1])}
+    runs = _peers(topic, case, problem, options)
     errors = {
         name: _check(f"{topic.name} {case.name}: {name}", ours, run, dtype, topic.roundings)
         for name, run in runs.items()
@@ -66,6 +64,19 @@ def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> 
             "ours_is_faster": timing.paired_ratio(times, samples[topic.ours.name]),
             "max_difference": errors.get(name, 0.0),
         }
+
+
+def _peers(topic: Topic, case: Any, problem: Any, options: Options) -> dict[str, Run]:
+    """Those that serve a case. Without --peers one, which still says whether our results are right."""
+    runs: dict[str, Run] = {}
+    for peer in topic.peers:
+        if (runs and not options.peers) or not peer.serves(case, options.device):
+            continue
+        try:
+            runs[peer.name] = peer.build(problem)
+        except Unavailable as error:
+            print(f"{topic.name}: {case.name}: {peer.name} not measured: {error}", file=sys.stderr)
+    return runs
 
 
 def _check(what: str, ours: Run, peer: Run, dtype: torch.dtype, roundings: float) -> float:

@@ -34,11 +34,15 @@ class Run:
     results: Callable[[Any], Sequence[torch.Tensor]]
 
 
+class Unavailable(Exception):
+    """A contender turns out not to run a case here; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Peer:
     """A contender: builds its run from a problem's tensors, outside the timing.
 
-    serves: whether it can run a case on a device.
+    serves: whether it can run a case on a device. build raises `Unavailable` where only trying shows that it cannot.
     """
 
     name: str
@@ -60,8 +64,8 @@ class Topic:
     """One benchmark.
 
     cases: by device, and the tiny ones of --quick; each has a name. problem: a case's tensors. work: what one call
-    must do; its rate, divided by scale, is in `unit`. peers: the first is the reference for the results. roundings: how
-    many times further the results of contenders may be apart than outputs of attention.
+    must do; its rate, divided by scale, is in `unit`. peers: the first that serves is the reference for the results.
+    roundings: how many times further the results of contenders may be apart than outputs of attention.
     """
 
     name: str

@@ -40,6 +40,7 @@ class Options(NamedTuple):
     window_size: Any
     softcap: Any
     alibi_slopes: Any
+    deterministic: Any
     return_attn_probs: Any
 
 
@@ -100,6 +101,7 @@ def _form(
         "window_size": options.window_size,
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
+        "deterministic": options.deterministic,
         "return_softmax_lse": bool(options.return_attn_probs),
     }
     return Form(function, arguments, names, dense)
@@ -155,9 +157,8 @@ def flash_attn_func(
         k, v: [B, Sk, Hk, D] and [B, Sk, Hk, Dv].
         dropout_p: 0.
         alibi_slopes: float32 [Hq] or [B, Hq].
-        deterministic: gradients are always the same bits for the same input.
         return_attn_probs: also return the LSE, and None in place of the probabilities.
-        softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
+        softmax_scale, causal, window_size, softcap, deterministic: as flash_attn_varlen_func.
 
     Returns:
         out [B, Sq, Hq, Dv]; with return_attn_probs (out, LSE float32 [B, Hq, Sq], None).
@@ -167,7 +168,16 @@ def flash_attn_func(
 
     Semantics of flash-attention's flash_attn_func.
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return _dense("flash_attn_func", q, k, v, options)
 
 
@@ -193,7 +203,16 @@ def flash_attn_kvpacked_func(
     """
     name = "flash_attn_kvpacked_func"
     shape_of(name, "kv", kv, "B Sk 2 Hk D")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options, _OF_KV)
 
 
@@ -217,7 +236,16 @@ def flash_attn_qkvpacked_func(
     """
     name = "flash_attn_qkvpacked_func"
     shape_of(name, "qkv", qkv, "B S 3 H D")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options, _OF_QKV)
 
 
@@ -252,7 +280,16 @@ def flash_attn_varlen_kvpacked_func(
     """
     name = "flash_attn_varlen_kvpacked_func"
     shape_of(name, "kv", kv, "Tk 2 Hk D")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return _form(
         name,
         (q, kv[:, 0], kv[:, 1]),
@@ -290,7 +327,16 @@ def flash_attn_varlen_qkvpacked_func(
     """
     name = "flash_attn_varlen_qkvpacked_func"
     shape_of(name, "qkv", qkv, "T 3 H D")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    options = Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     return _form(
         name,
         (qkv[:, 0], qkv[:, 1], qkv[:, 2]),

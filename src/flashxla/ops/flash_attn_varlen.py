@@ -37,6 +37,7 @@ def flash_attn_varlen_func(
     *,
     layout: str = "NHD",
     kv_cache_dtype: str = "auto",
+    deterministic: bool = False,
 ) -> Any:
     """Softmax attention over a ragged batch, with dense or paged keys and values.
 
@@ -62,12 +63,14 @@ def flash_attn_varlen_func(
         return_softmax_lse: also return the log of the softmax's denominator.
         layout: of paged keys and values.
         kv_cache_dtype: "auto", "fp8" = "fp8_e4m3" or "fp8_e5m2".
+        deterministic: gradients are the same bits for the same input each time. On a CPU they always are; on a GPU
+            the fastest kernel adds up those of q in any order.
 
     Returns:
         out [T, Hq, Dv] in q's dtype (bfloat16 for a float8 q); with return_softmax_lse also the natural-log LSE,
         float32 [Hq, T]. Tokens outside every sequence: out 0, LSE -inf.
 
-    Gradients: of q, k, v and s_aux, through out and the LSE, on CPUs and for dense keys; alibi_slopes get none.
+    Gradients: of q, k, v and s_aux, through out and the LSE, for dense keys; alibi_slopes get none.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
@@ -101,6 +104,7 @@ def flash_attn_varlen_func(
         return_softmax_lse,
         layout,
         kv_cache_dtype,
+        deterministic,
     )
 
 
@@ -162,6 +166,7 @@ FLASH_ATTN_VARLEN = Op(
         Scalar("return_softmax_lse", bool, False),
         Scalar("layout", str, "NHD"),
         Scalar("kv_cache_dtype", str, "auto"),
+        Scalar("deterministic", bool, False),  # of the gradients
     ),
     _rule,
     results=attention.RESULTS,

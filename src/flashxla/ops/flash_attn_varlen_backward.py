@@ -27,7 +27,10 @@ def _rule(inputs: Inputs) -> Resolution:
         check_same_dtype(inputs, name, "q")
     attention.check_heads(inputs, "q", "k")
     return Resolution(
-        attributes=attention.flash_attn_scalars(inputs),
+        attributes={
+            **attention.flash_attn_scalars(inputs),
+            "deterministic": int(inputs["deterministic"]),
+        },
         results={f"grad_{name}": inputs[name] for name in ("q", "k", "v", "s_aux")},
     )
 
@@ -57,6 +60,7 @@ FLASH_ATTN_VARLEN_BACKWARD = Op(
         Scalar("window_left", int, -1),
         Scalar("window_right", int, -1),
         Scalar("softcap", float, 0.0),
+        Scalar("deterministic", bool, False),
     ),
     _rule,
     results=(

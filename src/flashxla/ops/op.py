@@ -102,6 +102,14 @@ class Call:
             return self
         return self.op.resolve(dict(self.arguments), {**dict(self.scalars), **asked})
 
+    def gradients(self, tensors: Mapping[str, Aval]) -> Call:
+        """The call of its vjp's op, with what that takes of these tensors."""
+        assert self.op.vjp is not None
+        op, scalars = self.op.vjp.op, dict(self.scalars)
+        return op.resolve(
+            {t.name: tensors.get(t.name) for t in op.tensors}, {s.name: scalars[s.name] for s in op.scalars}
+        )
+
     def user_message(self, message: str) -> str:
         """A native message in the caller's words: with the function, and its name for the field it starts with."""
         for field, label in self.labels.items():

@@ -15,13 +15,17 @@ REFUSED = ("bias", "block_indices", "indices", "position_bias", "sinks")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """scaling: None is 1 / sqrt(D). sliding_window: how many last keys a query sees, itself among them."""
+    """scaling: None is 1 / sqrt(D). sliding_window: how many last keys a query sees, itself among them.
+
+    deterministic: of gradients.
+    """
 
     scaling: float | None
     sliding_window: int | None
     softcap: float | None
     s_aux: torch.Tensor | None
     causal: bool
+    deterministic: bool
 
     def flash_attn(self) -> dict[str, Any]:
         """The arguments of flash_attn_varlen_func."""
@@ -32,6 +36,7 @@ class Options:
             "window_size": (side, side),
             "softcap": self.softcap or 0.0,
             "s_aux": self.s_aux,
+            "deterministic": self.deterministic,
         }
 
     def ragged_paged(self, head_size: int) -> dict[str, Any]:
@@ -69,4 +74,5 @@ def options_of(module: Any, arguments: dict[str, Any]) -> Options:
         arguments.get("softcap"),
         arguments.get("s_aux"),
         causal=getattr(module, "is_causal", True) if causal is None else causal,
+        deterministic=bool(arguments.get("deterministic")),
     )

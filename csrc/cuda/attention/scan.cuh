@@ -1,0 +1,60 @@
+// Prefix sums over a thread block.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SCAN_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_SCAN_CUH_
+
+#include <cstdint>
+
+#include "cuda/attention/warp.cuh"
+
+namespace flashxla::attention {
+
+constexpr int kScanThreads = 1024;
+constexpr int kScanWarps = kScanThreads / 32;
+
+// Two of each: a scan may write one while slow threads still read the last scan's results from the
+// other.
+struct ScanMemory {
+  int32_t partial[2][kScanWarps];
+  unsigned flags[2][kScanWarps];
+};
+
+// Prefix sums over the threads of the block, all of which must call it.
+struct Scan {
+  ScanMemory& shared;
+  int turn = 0;
+
+  // Returns the sum of `value` over the threads before this one. *total is the sum over all
+  // threads, *any whether any thread has set `flag`.
+  __device__ int Exclusive(int value, int* total, bool flag = false, bool* any = nullptr) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    int32_t* partial = shared.partial[turn];
+    unsigned* flags = shared.flags[turn];
+    turn ^= 1;
+    int sum = value;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) partial[warp] = sum;
+    const unsigned flagged = any == nullptr ? 0 : __ballot_sync(kAllLanes, flag);
+    if (any != nullptr && lane == 0) flags[warp] = flagged;
+    __syncthreads();
+    if (warp == 0) {
+      int all = partial[lane];
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, all, step);
+        if (lane >= step) all += other;
+      }
+      partial[lane] = all;
+      if (any != nullptr) flags[lane] = __any_sync(kAllLanes, flags[lane] != 0);
+    }
+    __syncthreads();
+    *total = partial[kScanWarps - 1];
+    if (any != nullptr) *any = flags[0] != 0;
+    return sum - value + (warp == 0 ? 0 : partial[warp - 1]);
+  }
+};
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_SCAN_CUH_
