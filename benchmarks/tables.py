@@ -65,6 +65,39 @@ def attention(float32: Run, bfloat16: Run) -> str:
     return _table(head, lines)
 
 
+# How the peers can be called, where they can take a case.
+_GRADIENT_PEERS = {
+    "cuDNN": ("sdpa cuDNN, KV heads repeated", "sdpa cuDNN", "sdpa, a call a sequence"),
+    "FA2": ("sdpa FA2", "FA2 varlen"),
+}
+
+
+def gradients(run: Run) -> str:
+    """The backward pass on a GPU: rates, the share of the ceiling, and the fastest way to call each peer."""
+    head = ["case", "flashxla, TFLOP/s", "of the ceiling"]
+    head += [cell for peer in _GRADIENT_PEERS for cell in (peer, "ratio")]
+    lines = []
+    for case in run.names("case"):
+        ours = run.row(case=case, contender="flashxla")
+        cells = [case, f"{ours['rate']:.0f}", f"{ours['of_ceiling']:.0%}"]
+        for names in _GRADIENT_PEERS.values():
+            rows = [row for name in names if (row := run.find(case=case, contender=name))]
+            best = max(rows, key=lambda row: row["rate"], default=None)
+            cells += [f"{best['rate']:.0f}", _ratio(best)] if best else ["-", "-"]
+        lines.append(cells)
+    return _table(head, lines)
+
+
+def train_steps(cases: Mapping[str, Row]) -> str:
+    """Training steps in JAX: flashxla, and jax.nn with cuDNN."""
+    head = ["documents", "flashxla", "jax.nn, cuDNN", "ratio"]
+    lines = []
+    for name, row in cases.items():
+        ours, theirs = (row[contender]["seconds"] for contender in ("flashxla", "cudnn"))
+        lines.append([name, time(ours), time(theirs), _ratio({"ours_is_faster": theirs / ours})])
+    return _table(head, lines)
+
+
 def _layout(case: str, peer: str) -> str:
     """What a peer gets in place of the case's pages and lengths."""
     padded = ", padded" if case.startswith("ragged") and "a call a sequence" not in peer else ""

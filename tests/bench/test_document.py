@@ -29,6 +29,14 @@ def test_the_table_of_gradients():
     assert processor in page
 
 
+def test_the_tables_of_gradients_on_a_gpu():
+    page = document.PAGE.with_name("training.md").read_text()
+    assert tables.gradients(Run("h200-backward")) in page
+    steps = json.loads((figures.FOLDER / "h200-train-step.json").read_text())
+    assert steps["device"] in page
+    assert tables.train_steps(steps["cases"]) in page
+
+
 def test_figures_that_the_readme_quotes():
     readme = " ".join((document.PAGE.parents[1] / "README.md").read_text().split())
     copying = [row["seconds"] for row in Run("cpu-strategies").where(bytes=2 * 2**30, pointer_stays=False)]

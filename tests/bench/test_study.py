@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
     assert cli.run(parser.parse_args(["step", "--device", "cpu"])) == 2
     assert "with --quick it runs on the cpu" in capsys.readouterr().err
+
+
+def test_a_training_step_is_the_same_with_both_attentions(tmp_path: Path):
+    file = tmp_path / "steps.json"
+    command = [sys.executable, "-m", "benchmarks.train_step", "--quick", "--json", str(file)]
+    subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    for name, case in json.loads(file.read_text())["cases"].items():
+        assert case["flashxla"]["loss"] == pytest.approx(case["xla"]["loss"], rel=1e-2), name
+        assert case["xla"]["gradient_error"] < 2e-2, name

@@ -141,6 +141,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
 #pragma unroll
     for (int i = 0; i < kDims / 2; ++i) grad_k[i] = grad_v[i] = 0.f;
     auto release = [&](uint32_t barrier) {
+      __syncwarp();
       if (lane == 0) attention::Arrive(barrier);
     };
     // c = rows of a [64 x kDims] times those of b.
@@ -284,7 +285,6 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
         StoreShared4(sums + i * kWarpgroupThreads * 16, grad_q + i * 4);
       }
       attention::FenceProxy();
-      __syncwarp();
       release(shared.sums_full());
       attention::WaitMatrix<0>();
       Pin(grad_k);
