@@ -346,8 +346,8 @@ def apart_call(rng: Rng) -> Call:
 
 
 def wide_gradients_call(rng: Rng) -> Call:
-    """wide: on Hopper, 16 bits, head sizes up to 128; no ALiBi."""
-    sizes = wide(rng)._replace(dim=int(pick(rng, 64, 128, 64, 128, 72, 80, 96, 112)))
+    """wide: on Hopper, 16 bits; no ALiBi."""
+    sizes = wide(rng)._replace(dim=int(pick(rng, 64, 128, 256, 64, 128, 72, 96, 136, 192)))
     call = driver.attention_backward_call(rng, sizes)
     call.tensors.pop("alibi_slopes", None)
     call.scalars["deterministic"] = int(rng.integers(2))
@@ -355,9 +355,12 @@ def wide_gradients_call(rng: Rng) -> Call:
 
 
 def tile_gradients_call(rng: Rng) -> Call:
-    """tile: head sizes that wide does not serve."""
-    sizes = wide(rng)
-    return driver.attention_backward_call(rng, sizes._replace(dim=int(pick(rng, 136, 192, 256))))
+    """tile: ALiBi, which wide does not serve."""
+    sizes = wide(rng)._replace(dim=int(pick(rng, 64, 128, 136, 192, 256)))
+    call = driver.attention_backward_call(rng, sizes)
+    heads = call.tensors["q"].shape[1]
+    call.tensors["alibi_slopes"] = rng.uniform(0, 0.5, (heads,)).astype(np.float32)
+    return call
 
 
 def bounded(rng: Rng, call: Call, always: bool) -> Call:

@@ -25,12 +25,14 @@ class Kind:
     dim: int
     dtype: type = ml_dtypes.bfloat16
     deterministic: bool = False
+    alibi: bool = False
 
 
 KINDS = {
     "wide": Kind("wide", 128),
     "deterministic": Kind("wide", 128, deterministic=True),
-    "tile": Kind("tile", 256),
+    "heads of 256": Kind("wide", 256),
+    "tile": Kind("tile", 256, alibi=True),
     "general": Kind("general", 64, np.float32),
 }
 SOURCES = ("q", "k", "v")
@@ -48,6 +50,8 @@ def documents(rng: np.random.Generator, kind: Kind) -> dict[str, np.ndarray]:
     for array in arrays.values():
         array[offsets[-1] :] = np.nan
     offsets = np.concatenate([[0], offsets, np.full(S - count, offsets[-1])])
+    if kind.alibi:
+        arrays["slopes"] = rng.random(HEADS, np.float32)
     return arrays | {"offsets": offsets.astype(np.int32), "count": np.array([count], np.int32)}
 
 
@@ -60,6 +64,8 @@ def arguments_of(x: dict[str, Any], kind: Kind) -> dict[str, Any]:
         "cu_seqlens_k": x["offsets"],
     }
     options = {"causal": True, "num_seqs": x["count"], "deterministic": kind.deterministic}
+    if kind.alibi:
+        options["alibi_slopes"] = x["slopes"]
     return {name: x[name] for name in SOURCES} | lengths | options
 
 

@@ -28,8 +28,8 @@ MANY = tuple((n, n) for n in (1, 2, 63, 64, 65, 5, 127, 128, 129, 3, 300))
 
 ENGINES = [
     # wide
-    *((Case(LONG, dim=dim, dtype="bf16"), "wide") for dim in (64, 80, 96, 128)),
-    *((Case(MANY, dim=dim, dtype="f16", heads=(4, 4)), "wide") for dim in (64, 128)),
+    *((Case(LONG, dim=dim, dtype="bf16"), "wide") for dim in (64, 80, 96, 128, 136, 192, 256)),
+    *((Case(MANY, dim=dim, dtype="f16", heads=(4, 4)), "wide") for dim in (64, 128, 256)),
     (Case(ODD, dim=128, dtype="bf16", pad_tokens=5, pad_seqs=2), "wide"),
     (Case(LONG, dim=128, dtype="bf16", heads=(8, 1), used=True), "wide"),
     (Case(LONG, dim=64, dtype="bf16", heads=(6, 2), causal=False), "wide"),
@@ -37,15 +37,17 @@ ENGINES = [
     (Case(LONG, dim=64, dtype="f16", window=(17, 130), causal=False), "wide"),
     (Case(LONG, dim=128, dtype="bf16", window=(0, 0), causal=False, sinks="f32"), "wide"),
     (Case(LONG, dim=128, dtype="bf16", softcap=3.0, sinks="bf16"), "wide"),
+    (Case(ODD, dim=256, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "wide"),
+    (Case(LONG, dim=256, dtype="f16", window=(17, 130), causal=False, sinks="f16", softcap=3.0), "wide"),
     (Case(LONG, dim=128, dtype="f16", leftpad=True, scale=-0.1), "wide"),
     (Case(MANY, dim=128, dtype="bf16", lse=False), "wide"),
     # tile
-    *((Case(LONG, dim=dim, dtype="bf16"), "tile") for dim in (136, 192, 256)),
-    (Case(MANY, dim=256, dtype="f16", heads=(4, 4)), "tile"),
+    *((Case(LONG, dim=dim, dtype="bf16", alibi="SH"), "tile") for dim in (64, 136, 192, 256)),
+    (Case(MANY, dim=256, dtype="f16", heads=(4, 4), alibi="SH"), "tile"),
     (Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)), "tile"),
     (Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0), "tile"),
-    (Case(ODD, dim=256, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "tile"),
-    (Case(LONG, dim=256, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "tile"),
+    (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "tile"),
+    (Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "tile"),
     # general
     (Case(LONG, dim=64, heads=(2, 1)), "general"),
     (Case(ODD, dim=128, pad_tokens=5, pad_seqs=2, sinks="f32"), "general"),

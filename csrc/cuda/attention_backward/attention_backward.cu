@@ -69,6 +69,11 @@ Problem ProblemOf(const flashxla_attention_backward_args& args,
   return p;
 }
 
+int KeyTileOf(const Problem& p, const Engine& engine) {
+  constexpr int kAny = 128;
+  return engine.key_tile ? engine.key_tile(p) : kAny;
+}
+
 int SumsOf(const Problem& p, const Engine& engine) {
   return engine.num_sums ? engine.num_sums(p) : 0;
 }
@@ -79,7 +84,7 @@ struct Workspace {
   int64_t rows, turns, sums, bytes;  // offsets; bytes of all
 
   Workspace(const Problem& p, int64_t num_sequences, const Engine& engine)
-      : layout(num_sequences, p.num_tokens, p.num_keys) {
+      : layout(num_sequences, p.num_tokens, p.num_keys, KeyTileOf(p, engine)) {
     rows = RoundUp(layout.words() * int64_t{sizeof(int32_t)});
     turns = rows + 2 * RowBytes(p);
     sums = turns + RoundUp(NumTiles(p) * int64_t{sizeof(int32_t)});

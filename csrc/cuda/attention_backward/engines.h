@@ -15,6 +15,7 @@ struct Engine {
   // Why the engine cannot serve a call, of which all but the plan and the contents of tensors is
   // known; "" if it can.
   const char* (*why_not)(const Problem& problem);
+  int (*key_tile)(const Problem& problem);  // keys of the plan's key tiles; null: it uses none
   // How many float32 sums of a row tile of a head it needs (Problem::sums); null: none.
   int (*num_sums)(const Problem& problem);
   // Writes grad_q of all rows in sequences, and grad_k and grad_v: of all keys, or, if

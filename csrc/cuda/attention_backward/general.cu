@@ -248,6 +248,6 @@ flashxla_status LaunchGeneral(const Problem& p, cudaStream_t stream) {
 }  // namespace
 
 const Engine kGeneralEngine = {
-    "general", "CUDA cores, any head size", WhyNotGeneral, nullptr, LaunchGeneral, true};
+    "general", "CUDA cores, any head size", WhyNotGeneral, nullptr, nullptr, LaunchGeneral, true};
 
 }  // namespace flashxla::attention_backward

@@ -29,17 +29,17 @@ struct Shared {
 __device__ int Tiles(int n, int tile) { return (n + tile - 1) / tile; }
 
 // The key tiles that some query of a sequence sees: [first, end).
-__device__ int2 KeyTilesOf(const PlannedSequence& s, const Window& window) {
+__device__ int2 KeyTilesOf(const PlannedSequence& s, const Window& window, int key_tile) {
   if (s.role == attention::kIdle) return {0, 0};
   const KeyRange keys = VisibleKeys(s, window, 0, s.num_queries - 1);
-  return {keys.begin / kKeyTile, Tiles(keys.end, kKeyTile)};
+  return {keys.begin / key_tile, Tiles(keys.end, key_tile)};
 }
 
 // How many queries see some key of a key tile.
-__device__ int CostOf(const PlannedSequence& s, const Window& window, int tile) {
+__device__ int CostOf(const PlannedSequence& s, const Window& window, int key_tile, int tile) {
   const int64_t offset = int64_t{s.length} - s.num_queries;
-  const int64_t first_key = int64_t{tile} * kKeyTile;
-  const int64_t last_key = min(first_key + kKeyTile, int64_t{s.num_keys}) - 1;
+  const int64_t first_key = int64_t{tile} * key_tile;
+  const int64_t last_key = min(first_key + key_tile, int64_t{s.num_keys}) - 1;
   int64_t begin = 0, end = s.num_queries;
   if (window.right >= 0) begin = max(begin, first_key - window.right - offset);
   if (window.left >= 0) end = min(end, last_key + window.left - offset + 1);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kScanThreads)
     num_row_tiles += total;
     if (i < count) row_tile_starts[i] = rows_before;
 
-    const int2 range = KeyTilesOf(s, p.window);
+    const int2 range = KeyTilesOf(s, p.window, layout.key_tile);
     const int tiles = range.y - range.x;
     const bool has_keys = tiles > 0;
     const int ends_before =
@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(kScanThreads)
       const int place = keys_before + t;
       key_tiles[place] = {i, range.x + t};
       if (place < kMaxSorted) {
-        shared.cost[place] = problem.deterministic ? tiles - t : CostOf(s, p.window, range.x + t);
+        shared.cost[place] =
+            problem.deterministic ? tiles - t : CostOf(s, p.window, layout.key_tile, range.x + t);
       }
     }
   }

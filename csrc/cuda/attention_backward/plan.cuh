@@ -9,18 +9,19 @@ namespace flashxla::attention_backward {
 
 // Query tokens of a row tile. Each sequence starts a new tile.
 constexpr int kRowTile = 64;
-// Keys of a key tile: positions [n * kKeyTile, (n + 1) * kKeyTile) of a sequence.
-constexpr int kKeyTile = 128;
 
 // Where the parts lie: offsets in words. S sequences, T query tokens, Tk rows of k.
 struct PlanLayout {
   attention::PlanLayout attention;
+  int32_t
+      key_tile;  // keys of a key tile: positions [n * key_tile, (n + 1) * key_tile) of a sequence
   int32_t num_row_tiles, num_key_tiles;  // at most
 
-  PlanLayout(int64_t sequences, int64_t tokens, int64_t keys)
+  PlanLayout(int64_t sequences, int64_t tokens, int64_t keys, int32_t keys_of_tile)
       : attention(sequences, tokens, false),
+        key_tile(keys_of_tile),
         num_row_tiles(static_cast<int32_t>(tokens / kRowTile + sequences)),
-        num_key_tiles(static_cast<int32_t>(keys / kKeyTile + sequences)) {}
+        num_key_tiles(static_cast<int32_t>(keys / keys_of_tile + sequences)) {}
 
   enum Total { kSharesKeys, kKeyTiles, kNextItem, kTotals = 4 };
 

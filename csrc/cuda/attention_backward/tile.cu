@@ -297,6 +297,6 @@ flashxla_status LaunchTile(const Problem& p, cudaStream_t stream) {
 
 }  // namespace
 
-const Engine kTileEngine = {"tile", "tensor cores", WhyNotTile, nullptr, LaunchTile, true};
+const Engine kTileEngine = {"tile", "tensor cores", WhyNotTile, nullptr, nullptr, LaunchTile, true};
 
 }  // namespace flashxla::attention_backward

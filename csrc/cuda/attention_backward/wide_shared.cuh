@@ -5,13 +5,14 @@
 #include "cuda/attention/hopper.cuh"
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention_backward/problem.cuh"
+#include "cuda/attention_backward/wide_sums.h"
 
 namespace flashxla::attention_backward {
 
 // In shared memory rows lie in blocks of 64 columns, i.e. rows of 128 bytes.
 constexpr int kBlockColumns = 64;
 constexpr int kRowBytes = 128;
-constexpr int kRowBlockBytes = kRowTile * kRowBytes, kKeyBlockBytes = kKeyTile * kRowBytes;
+constexpr int kRowBlockBytes = kRowTile * kRowBytes;
 // Of the rows of a tile, float32: their lse2 or their delta.
 constexpr int kScalarBytes = kRowTile * 4;
 
@@ -46,21 +47,34 @@ struct WideStep {
   int num_rows;     // of the sequence from there on
 };
 
+// Keys of a key tile.
+constexpr int WideKeyTile(int dims) { return dims > 128 ? 64 : 128; }
+
 template <int kDims>
 struct WideShape {
-  static constexpr int kStages = 2;
+  static constexpr int kKeyTile = WideKeyTile(kDims);
+  static constexpr int kStages = 2;  // of queries, and of weights and the scores' gradients
+  static constexpr int kGradOutStages = kDims > 128 ? 1 : 2;
   static constexpr int kBlocks = kDims / kBlockColumns;
+  static constexpr int kKeyBlockBytes = kKeyTile * kRowBytes;
   static constexpr int kKeyBytes = kBlocks * kKeyBlockBytes;      // of keys; the same of values
   static constexpr int kRowTileBytes = kBlocks * kRowBlockBytes;  // of queries; of grad_out
-  static constexpr int kScoreBytes = kKeyTile * kRowBytes;        // gradients of a tile's scores
-  // Sums of grad_q of a row tile of a head, float32.
-  static constexpr int kSums = kRowTile * kDims, kSumBytes = 4 * kSums;
-  static constexpr int kBarriers = 4 + 4 * kStages;
-  // Aligning the stages may take up to 1 KB.
-  static constexpr int kBytes =
-      1024 + 2 * kKeyBytes + kSumBytes +
-      kStages * (2 * kRowTileBytes + kScoreBytes + 2 * kScalarBytes + sizeof(WideStep)) +
-      sizeof(WideItem) + 8 * kBarriers;
+  // Gradients of a tile's scores; with heads above 128 the weights, too.
+  static constexpr int kScoreBytes = (kDims > 128 ? 2 : 1) * kKeyBlockBytes;
+  // Sums of grad_q of a row tile of a head, float32, and the part of them that is added at once.
+  static constexpr int kSums = kRowTile * kDims, kSumParts = WideSumParts(kDims);
+  static constexpr int kSumBytes = 4 * kSums / kSumParts;
+  static constexpr int kBarriers = 4 + 2 * kStages + 2 * kGradOutStages;
+  // Of what is small, before the tiles: rows' scalars, the item, steps, barriers.
+  static constexpr int kSmallBytes =
+      (((kStages + kGradOutStages) * kScalarBytes + static_cast<int>(sizeof(WideItem)) +
+        kStages * static_cast<int>(sizeof(WideStep)) + 8 * kBarriers) +
+       1023) /
+      1024 * 1024;
+  // Aligning the tiles may take up to 1 KB.
+  static constexpr int kBytes = 1024 + kSmallBytes + 2 * kKeyBytes +
+                                kStages * (kRowTileBytes + kScoreBytes) +
+                                kGradOutStages * kRowTileBytes + kSumBytes;
 };
 
 struct WideProblem {
@@ -87,23 +101,23 @@ struct WideShared {
 
   __device__ explicit WideShared(const char* shared)
       : base((attention::SharedAddress(shared) + 1023) / 1024 * 1024) {}
-  __device__ uint32_t keys() const { return base; }
+  __device__ uint32_t lse2(int stage) const { return base + stage * kScalarBytes; }
+  __device__ uint32_t delta(int stage) const { return lse2(S::kStages + stage); }
+  __device__ uint32_t item() const { return lse2(S::kStages + S::kGradOutStages); }
+  __device__ uint32_t step(int stage) const {
+    return item() + static_cast<int>(sizeof(WideItem) + stage * sizeof(WideStep));
+  }
+  __device__ uint32_t keys() const { return base + S::kSmallBytes; }
   __device__ uint32_t values() const { return keys() + S::kKeyBytes; }
   __device__ uint32_t queries(int stage) const {
     return values() + S::kKeyBytes + stage * S::kRowTileBytes;
   }
   __device__ uint32_t grad_out(int stage) const { return queries(S::kStages + stage); }
-  // Gradients of scores, by key.
+  // Gradients of scores, by key; behind them weights, if they have room.
   __device__ uint32_t scores(int stage) const {
-    return queries(2 * S::kStages) + stage * S::kScoreBytes;
+    return grad_out(S::kGradOutStages) + stage * S::kScoreBytes;
   }
   __device__ uint32_t sums() const { return scores(S::kStages); }
-  __device__ uint32_t lse2(int stage) const { return sums() + S::kSumBytes + stage * kScalarBytes; }
-  __device__ uint32_t delta(int stage) const { return lse2(S::kStages + stage); }
-  __device__ uint32_t item() const { return lse2(2 * S::kStages); }
-  __device__ uint32_t step(int stage) const {
-    return item() + static_cast<int>(sizeof(WideItem) + stage * sizeof(WideStep));
-  }
   // Barriers: "it is full" and "it is empty".
   __device__ uint32_t keys_full() const { return step(S::kStages); }
   __device__ uint32_t keys_empty() const { return keys_full() + 8; }
@@ -112,7 +126,7 @@ struct WideShared {
   __device__ uint32_t queries_full(int i) const { return keys_full() + 32 + 8 * i; }
   __device__ uint32_t queries_empty(int i) const { return queries_full(S::kStages + i); }
   __device__ uint32_t grad_out_full(int i) const { return queries_full(2 * S::kStages + i); }
-  __device__ uint32_t grad_out_empty(int i) const { return queries_full(3 * S::kStages + i); }
+  __device__ uint32_t grad_out_empty(int i) const { return grad_out_full(S::kGradOutStages + i); }
 };
 
 // Structs of 16-byte parts in shared memory.
@@ -173,7 +187,8 @@ __device__ void LoadRows(uint32_t to, const CUtensorMap* map, uint32_t barrier, 
 
 // Fills in number `number` of the list of items, which starts with the most expensive ones. False
 // if there are no more.
-__device__ inline bool FindItem(const Problem& p, int number, WideItem* item) {
+template <int kKeyTile>
+__device__ bool FindItem(const Problem& p, int number, WideItem* item) {
   if (number >= p.plan.num_key_tiles() * p.num_kv_heads) return false;
   const int2 tile = p.plan.key_tiles[number / p.num_kv_heads];
   const PlannedSequence& s = p.plan.sequences[tile.x];
@@ -213,7 +228,7 @@ __device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>
   for (uint32_t items = 0;; ++items) {
     attention::WaitBarrier(shared.keys_empty(), items % 2 ^ 1);
     WideItem item = {};
-    if (!FindItem(p, atomicAdd(p.plan.next_item, 1), &item)) {
+    if (!FindItem<S::kKeyTile>(p, atomicAdd(p.plan.next_item, 1), &item)) {
       item.steps = -1;
       StoreShared(shared.item(), item);
       attention::Arrive(shared.keys_full());
@@ -222,8 +237,8 @@ __device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>
     StoreShared(shared.item(), item);
     attention::ArriveExpecting(shared.keys_full(), 2 * S::kKeyBytes);
     const int row = item.key_row + item.first_key;
-    LoadRows<kDims, kKeyTile>(shared.keys(), &w.k, shared.keys_full(), item.kv_head, row);
-    LoadRows<kDims, kKeyTile>(shared.values(), &w.v, shared.keys_full(), item.kv_head, row);
+    LoadRows<kDims, S::kKeyTile>(shared.keys(), &w.k, shared.keys_full(), item.kv_head, row);
+    LoadRows<kDims, S::kKeyTile>(shared.values(), &w.v, shared.keys_full(), item.kv_head, row);
 
     ForEachStep(p, item, steps, [&](uint32_t number, int head, int tile) {
       const Turn<S::kStages> turn(number);
@@ -261,7 +276,7 @@ __device__ void LoadGradOut(const WideProblem& w, const WideShared<kDims>& share
   uint32_t steps = 0;
   ForEachItem(shared, [&](const WideItem& item) {
     ForEachStep(p, item, steps, [&](uint32_t number, int head, int tile) {
-      const Turn<S::kStages> turn(number);
+      const Turn<S::kGradOutStages> turn(number);
       const uint32_t full = shared.grad_out_full(turn.stage);
       const int row_tile = item.row_tiles + tile;
       attention::WaitBarrier(shared.grad_out_empty(turn.stage), turn.parity ^ 1);
@@ -289,7 +304,8 @@ __device__ inline void WaitAddingRead() {
 // How many items add to the sums of a row tile before this one, where the bits must be the same
 // each time: those of the key tiles before. Items come in that order in their list, so none waits
 // for one that has not started.
-__device__ inline int TurnOf(const Problem& p, const WideItem& item, int first_query) {
+template <int kKeyTile>
+__device__ int TurnOf(const Problem& p, const WideItem& item, int first_query) {
   int64_t first_key = item.low_key;
   if (p.window.left >= 0) {
     first_key = max(first_key, int64_t{first_query} + item.offset - p.window.left);
@@ -337,16 +353,22 @@ __device__ void AddSums(const WideProblem& w, const WideShared<kDims>& shared) {
     ForEachStep(p, item, steps, [&](uint32_t number, int head, int tile) {
       const int64_t place = int64_t{item.row_tiles + tile} * p.num_heads + head;
       int* turns = p.turns + place;
-      attention::WaitBarrier(shared.sums_full(), number % 2);
-      if (p.deterministic) WaitTurn(turns, TurnOf(p, item, tile * kRowTile), last);
-      StartAdding(p.sums + place * S::kSums, shared.sums(), S::kSumBytes);
-      if (p.deterministic) {  // the last addition is complete by now, or soon
-        WaitAdded<1>();
-        last.Pass();
-        last.turns = turns;
+#pragma unroll 1
+      for (int part = 0; part < S::kSumParts; ++part) {
+        attention::WaitBarrier(shared.sums_full(), (number * S::kSumParts + part) % 2);
+        if (p.deterministic && part == 0) {
+          WaitTurn(turns, TurnOf<S::kKeyTile>(p, item, tile * kRowTile), last);
+        }
+        StartAdding(p.sums + place * S::kSums + part * (S::kSumBytes / 4), shared.sums(),
+                    S::kSumBytes);
+        if (p.deterministic && part == 0) {  // the last step's additions are complete, or soon are
+          WaitAdded<1>();
+          last.Pass();
+        }
+        WaitAddingRead();
+        attention::Arrive(shared.sums_empty());
       }
-      WaitAddingRead();
-      attention::Arrive(shared.sums_empty());
+      if (p.deterministic) last.turns = turns;
     });
   });
   WaitAdded<0>();

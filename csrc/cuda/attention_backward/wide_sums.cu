@@ -30,15 +30,18 @@ template <typename T, int kDims>
 __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ Problem p) {
   const int tile = blockIdx.x, head = blockIdx.y;
   if (p.plan.shares_keys() || tile >= p.plan.row_tile_starts[p.plan.num_sequences]) return;
-  constexpr int kParts = kDims / 16;  // 16 bytes each
+  constexpr int kParts = kDims / 16;  // of a thread, 16 bytes each
+  constexpr int kEach = kParts / WideSumParts(kDims);
   const int lane = threadIdx.x & 31, group = threadIdx.x / attention::kWarpgroupThreads;
   const int thread = threadIdx.x % attention::kWarpgroupThreads;
   const auto* from = reinterpret_cast<const float4*>(p.sums) +
-                     (int64_t{tile} * p.num_heads + head) * (kRowTile * kDims / 4) +
-                     group * kParts * attention::kWarpgroupThreads + thread;
+                     (int64_t{tile} * p.num_heads + head) * (kRowTile * kDims / 4) + thread;
   float4 part[kParts];
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) part[i] = from[i * attention::kWarpgroupThreads];
+  for (int i = 0; i < kParts; ++i) {
+    const int place = i / kEach * 2 * kEach + group * kEach + i % kEach;
+    part[i] = from[place * attention::kWarpgroupThreads];
+  }
   const int sequence = attention::FindStart(p.plan.row_tile_starts, p.plan.num_sequences, tile);
   const PlannedSequence s = p.plan.sequences[sequence];
   const int query =
@@ -72,10 +75,13 @@ void LaunchWideSums(const Problem& p, cudaStream_t stream) {
   const dim3 blocks(p.plan.num_row_tiles, p.num_heads);
   auto launch = [&](auto* kernel) { kernel<<<blocks, kThreads, 0, stream>>>(p); };
   const bool half = p.dtype == FLASHXLA_F16;
-  if (WideDims(p) == 64) {
-    half ? launch(SumsKernel<__half, 64>) : launch(SumsKernel<__nv_bfloat16, 64>);
-  } else {
-    half ? launch(SumsKernel<__half, 128>) : launch(SumsKernel<__nv_bfloat16, 128>);
+  switch (WideDims(p)) {
+    case 64:
+      return half ? launch(SumsKernel<__half, 64>) : launch(SumsKernel<__nv_bfloat16, 64>);
+    case 128:
+      return half ? launch(SumsKernel<__half, 128>) : launch(SumsKernel<__nv_bfloat16, 128>);
+    default:
+      return half ? launch(SumsKernel<__half, 256>) : launch(SumsKernel<__nv_bfloat16, 256>);
   }
 }
 
