@@ -14,7 +14,7 @@ from tests.torchtpu import device
 device.start()
 
 # Batch, heads of queries and of keys, lengths of both, size of heads of queries and of values, arguments, and whether
-# flash_attn_varlen computes it.
+# flash_attn_varlen and its backward compute it.
 CASES = {
     "plain": (2, 4, 4, 9, 9, 16, 16, {}, True),
     "causal": (2, 4, 4, 9, 9, 16, 16, {"is_causal": True}, True),
@@ -31,14 +31,14 @@ CASES = {
 
 
 @pytest.fixture
-def own_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operations of flashxla that run."""
-    seen: list[str] = []
+def own_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The operations of flashxla that run, and their arguments."""
+    seen: list[tuple[str, dict[str, Any]]] = []
     run = torch_tpu_calls.run
 
-    def watched(op: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(op.name)
-        return run(op, *args, **kwargs)
+    def watched(op: Any, values: Any, **kwargs: Any) -> Any:
+        seen.append((op.name, dict(zip(op.names, values, strict=True))))
+        return run(op, values, **kwargs)
 
     monkeypatch.setattr(torch_tpu_calls, "run", watched)
     return seen
@@ -91,14 +91,32 @@ def doubles(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients(name: str, compiled: bool, own_calls: list[str]) -> None:
+def test_results_and_gradients(
+    name: str, compiled: bool, own_calls: list[tuple[str, dict[str, Any]]]
+) -> None:
     tensors, arguments = inputs(CASES[name])
     expected = results([x.double() for x in tensors], doubles(arguments), scaled_dot_product_attention)
     attend = attention(compiled)
     got = results([x.to("tpu") for x in tensors], on_tpu(arguments), attend)
     for x, reference in zip(got, expected, strict=True):
         torch.testing.assert_close(x, reference, atol=2e-5, rtol=2e-5)
-    assert own_calls == ["flash_attn_varlen"] * CASES[name][-1]
+    called = [op for op, _ in own_calls]
+    assert called == ["flash_attn_varlen", "flash_attn_varlen_backward"] * CASES[name][-1]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms(
+    deterministic: bool, compiled: bool, own_calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    tensors, arguments = inputs(CASES["causal"])
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        results([x.to("tpu") for x in tensors], arguments, attention(compiled))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    _, given = own_calls[-1]
+    assert given["deterministic"] is deterministic
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,7 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention on TorchTPU's tensors, off TPUs.
 
 Of its implementations TorchTPU prefers a kernel for TPUs, which stands in the place of cuDNN's. Here flash_attn_varlen
-computes what it can express, and matrix products the rest: masks, dropout and, as long as it has none, gradients.
+and its backward compute what they can express, and matrix products the rest: masks and dropout.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def _backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
+    if _is_expressible(query, key, value, attn_bias, dropout_p, is_causal):
+        return _flash_backward(grad_out, query, key, value, out, logsumexp[..., 0], is_causal, scale)
     scores, keys, values = _scores(query, key, value, attn_bias, is_causal, scale)
     scale = _scale(query, scale)
     grad = grad_out.float()
@@ -124,33 +126,72 @@ def _flash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flashxla.torch import flash_attn_varlen_func
 
-    if is_causal:
-        # PyTorch aligns the mask to the top left: keys beyond the last query are masked for all.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    batch, heads, len_q, _ = query.shape
+    out, lse = flash_attn_varlen_func(
+        **_packed_call(query, key, value, is_causal, scale), return_softmax_lse=True
+    )
+    lse = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1).contiguous()
+    return _unpacked_like(query, out), lse
+
+
+def _flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    from flashxla import torch as _torch_front_end  # noqa: F401  (defines torch.ops.flashxla)
+
+    grads = torch.ops.flashxla.flash_attn_varlen_backward(
+        **_packed_call(query, key, value, is_causal, scale),
+        grad_out=_packed(grad_out),
+        out=_packed(out),
+        softmax_lse=lse.transpose(0, 1).flatten(1),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return tuple(_unpacked_like(x, grad) for x, grad in zip((query, key, value), grads, strict=False))
+
+
+def _packed_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+) -> dict[str, Any]:
+    """The arguments that flash_attn_varlen and its backward share."""
+    batch, _, len_q, _ = query.shape
     len_k = key.shape[2]
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
-    out, lse = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        max_seqlen_q=len_q,
-        cu_seqlens_q=offsets * len_q,
-        max_seqlen_k=len_k,
-        cu_seqlens_k=offsets * len_k,
-        softmax_scale=_scale(query, scale),
-        causal=is_causal,
-        return_softmax_lse=True,
-    )
-    out = out.view(batch, len_q, heads, -1).transpose(1, 2)
-    return _laid_out_like(query, out), lse.view(heads, batch, len_q).transpose(0, 1).contiguous()
+    # PyTorch aligns the mask to the top left: keys beyond the last query are masked for all.
+    used = len_q if is_causal else len_k
+    return {
+        "q": _packed(query),
+        "k": _packed(key),
+        "v": _packed(value),
+        "max_seqlen_q": len_q,
+        "cu_seqlens_q": offsets * len_q,
+        "max_seqlen_k": used,
+        "cu_seqlens_k": offsets * len_k,
+        "seqused_k": torch.full_like(offsets[1:], used) if used < len_k else None,
+        "softmax_scale": _scale(query, scale),
+        "causal": is_causal,
+    }
 
 
-def _laid_out_like(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] as [B * S, H, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unpacked_like(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """[B * S, H, D] as [B, H, S, D], laid out like x."""
+    return _laid_out_like(x, packed.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
+
+
+def _laid_out_like(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """With the strides' order that PyTorch expects, and that a compiled backward graph takes for granted."""
-    order = sorted(range(4), key=query.stride, reverse=True)
-    return out.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+    order = sorted(range(4), key=x.stride, reverse=True)
+    return result.permute(order).contiguous().permute([order.index(i) for i in range(4)])
 
 
 def _scores(
