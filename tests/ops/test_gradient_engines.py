@@ -117,6 +117,7 @@ def test_same_bits_of_keys_and_values(frontend: Frontend, rng: np.random.Generat
             assert_same_bits(again[name], first[name], name)
 
 
+@WITH_AUTOGRAD
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("function", ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func"])
 def test_deterministic_arrives(
