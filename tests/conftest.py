@@ -25,6 +25,8 @@ from tests.frontends import FRONTENDS, OF_OTHER_ENVIRONMENTS, Frontend, Unavaila
 
 # torch.compile's default backend takes seconds a call: only tests that name it run it.
 DEFAULT_FRONTENDS = tuple(name for name in FRONTENDS if name != "inductor")
+# torchax_jit's gradients are JAX's (tests/torchax).
+WITH_AUTOGRAD = pytest.mark.frontends(*(name for name in DEFAULT_FRONTENDS if name != "torchax_jit"))
 _OF_THIS_ENVIRONMENT = [name for name in FRONTENDS if name not in OF_OTHER_ENVIRONMENTS]
 
 hypothesis.settings.register_profile(

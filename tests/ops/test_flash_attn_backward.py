@@ -10,7 +10,7 @@ import torch
 
 from tests.batches import Case, flash_attn_arguments
 from tests.checks import DTYPES, assert_gradients, assert_same_bits
-from tests.conftest import DEFAULT_FRONTENDS
+from tests.conftest import WITH_AUTOGRAD
 from tests.frontends import Frontend, JaxFrontend, TorchFrontend
 from tests.gradients import SOURCES, cotangents, flash_attn_varlen_gradients, gradients_from
 from tests.ops.test_flash_attn_varlen import ALL as EVERYTHING
@@ -64,8 +64,6 @@ CASES = [
     Case(LONG, dim=40, v_dim=72, dtype="f16", window=(99, -1), **ALL),
 ]
 COMPILED = [CASES[0], Case(MIXED, dtype="bf16", dim=40, v_dim=72, window=(9, -1), **ALL)]
-# torchax_jit's gradients are JAX's (tests/torchax).
-WITH_AUTOGRAD = pytest.mark.frontends(*(name for name in DEFAULT_FRONTENDS if name != "torchax_jit"))
 
 
 def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:

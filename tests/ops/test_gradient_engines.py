@@ -16,7 +16,7 @@ from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD
 from flashxla.ops.op import Call, Op
 from tests.batches import Arguments, Case, flash_attn_arguments
 from tests.checks import assert_gradients, assert_same_bits
-from tests.conftest import DEFAULT_FRONTENDS
+from tests.conftest import WITH_AUTOGRAD
 from tests.frontends import Frontend, TorchFrontend, has_arrays, map_arrays
 from tests.gradients import SOURCES, cotangents, gradients_from
 from tests.ops.engines import differentiated_by
@@ -62,8 +62,6 @@ SAME_BITS = [
     Case(LONG, dim=64, sinks="f32"),
     Case(((300, 300), (64, 64)), dim=320, dtype="bf16", heads=(2, 1)),
 ]
-# torchax_jit's gradients are JAX's (tests/torchax).
-WITH_AUTOGRAD = pytest.mark.frontends(*(name for name in DEFAULT_FRONTENDS if name != "torchax_jit"))
 
 
 def wanted_of(arguments: Arguments) -> tuple[str, ...]:

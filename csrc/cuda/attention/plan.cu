@@ -250,29 +250,6 @@ __device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& l
   });
 }
 
-// Sorts the q tiles, the most expensive first. A tile's rank is the number of tiles before it.
-__device__ void SortMany(const Shared& shared, int2* tiles, int count) {
-  constexpr int kEach = kMaxSorted / kThreads;
-  int2 mine[kEach];
-  int rank[kEach] = {};
-#pragma unroll 1
-  for (int n = 0; n < kEach; ++n) {
-    const int k = threadIdx.x + n * kThreads;
-    if (k >= count) continue;
-    mine[n] = tiles[k];
-    const int own = shared.cost[k];
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) {
-      rank[n] += shared.cost[j] > own || (shared.cost[j] == own && j < k);
-    }
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int n = 0; n < kEach; ++n) {
-    if (static_cast<int>(threadIdx.x) + n * kThreads < count) tiles[rank[n]] = mine[n];
-  }
-}
-
 // What token_sequence says for the tokens of a sound sequence.
 __device__ int MarkOf(int role, int index) { return role == kIdle ? KeylessMark(index) : index; }
 
@@ -423,7 +400,8 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   __syncthreads();
   if (num_many > 0) ListMany(p, shared, long_list, many_tiles);
   __syncthreads();
-  if (num_many > 0 && num_many <= kMaxSorted) SortMany(shared, many_tiles, num_many);
+  if (num_many > 0 && num_many <= kMaxSorted)
+    SortByCost<kMaxSorted>(shared.cost, many_tiles, num_many);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Prefix sums over a thread block.
+// What a thread block that makes a plan does with its threads together: prefix sums, sorting.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SCAN_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SCAN_CUH_
 
@@ -54,6 +54,31 @@ struct Scan {
     return sum - value + (warp == 0 ? 0 : partial[warp - 1]);
   }
 };
+
+// Sorts at most kMost tiles, the most expensive first. A tile's rank is the number of tiles before
+// it. All threads of the block must call it.
+template <int kMost>
+__device__ void SortByCost(const int32_t* cost, int2* tiles, int count) {
+  constexpr int kEach = kMost / kScanThreads;
+  int2 mine[kEach];
+  int rank[kEach] = {};
+#pragma unroll 1
+  for (int n = 0; n < kEach; ++n) {
+    const int k = threadIdx.x + n * kScanThreads;
+    if (k >= count) continue;
+    mine[n] = tiles[k];
+    const int own = cost[k];
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) {
+      rank[n] += cost[j] > own || (cost[j] == own && j < k);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int n = 0; n < kEach; ++n) {
+    if (static_cast<int>(threadIdx.x) + n * kScanThreads < count) tiles[rank[n]] = mine[n];
+  }
+}
 
 }  // namespace flashxla::attention
 

@@ -11,6 +11,12 @@ namespace flashxla::attention {
 // For 16-bit or fp8 elements. A box has rows of 128 bytes, which are swizzled; elements outside the
 // tensor read as zero. False if the driver refuses.
 
+// Whether TMA takes a dimension of 16-bit elements: strides of at least one element and less than
+// 2^40 bytes.
+inline bool TakesStride(int64_t size, int64_t stride) {
+  return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
+}
+
 // Rows by (dim, head, token), in boxes of `box_columns` dims and `box_tokens` tokens.
 bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
              int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map);

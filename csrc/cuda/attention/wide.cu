@@ -331,11 +331,6 @@ int BoxKeys(const Problem& p) {
   return box;
 }
 
-// TMA needs strides of at least one element and less than 2^40 bytes.
-bool TakesStride(int64_t size, int64_t stride) {
-  return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
-}
-
 bool TakesStrides(const Problem& p, const Cache& c) {
   return TakesStride(p.num_kv_heads, c.stride_head) &&
          TakesStride(p.block_table.block_size, c.stride_token) &&

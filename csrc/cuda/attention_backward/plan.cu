@@ -69,29 +69,6 @@ __device__ int MaxBefore(int32_t* warps, int value, int before, int* last) {
   return result;
 }
 
-// Sorts the key tiles, the most expensive first. A tile's rank is the number of tiles before it.
-__device__ void Sort(const Shared& shared, int2* tiles, int count) {
-  constexpr int kEach = kMaxSorted / kScanThreads;
-  int2 mine[kEach];
-  int rank[kEach] = {};
-#pragma unroll
-  for (int n = 0; n < kEach; ++n) {
-    const int k = threadIdx.x + n * kScanThreads;
-    if (k >= count) continue;
-    mine[n] = tiles[k];
-    const int own = shared.cost[k];
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) {
-      rank[n] += shared.cost[j] > own || (shared.cost[j] == own && j < k);
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < kEach; ++n) {
-    if (static_cast<int>(threadIdx.x) + n * kScanThreads < count) tiles[rank[n]] = mine[n];
-  }
-}
-
 __global__ void __launch_bounds__(kScanThreads)
     PlanKernel(const __grid_constant__ PlanProblem problem) {
   __shared__ Shared shared;
@@ -140,7 +117,8 @@ __global__ void __launch_bounds__(kScanThreads)
     }
   }
   __syncthreads();
-  if (!shares_keys && num_key_tiles <= kMaxSorted) Sort(shared, key_tiles, num_key_tiles);
+  if (!shares_keys && num_key_tiles <= kMaxSorted)
+    attention::SortByCost<kMaxSorted>(shared.cost, key_tiles, num_key_tiles);
   if (threadIdx.x == 0) {
     row_tile_starts[count] = num_row_tiles;
     int32_t* totals = p.plan + layout.totals();

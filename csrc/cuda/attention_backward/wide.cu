@@ -1,8 +1,6 @@
 // wide: Hopper. A thread block takes a key tile of a KV head. It goes over the row tiles that see
 // it, of all heads of the group, and keeps grad_k and grad_v in the registers of two consumer
 // warpgroups. Gradients of queries are added up in memory by TMA, and written by wide_sums.cu.
-#include <type_traits>
-
 #include "common/tensor_view.h"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/attention_backward/engines.h"
@@ -56,30 +54,25 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
 #endif
 }
 
-int KeyTile(const Problem& p) { return WideKeyTile(WideDims(p)); }
-
-// TMA needs strides of at least one element and less than 2^40 bytes.
-bool TakesStride(int64_t size, int64_t stride) {
-  return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
-}
+int KeyTile(const Problem& p) { return WideKeyTile(attention::DimsBucket(p.head_size)); }
 
 const char* WhyNotWide(const Problem& p) {
   if (p.dtype == FLASHXLA_F32) return "float32 needs CUDA cores";
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (p.head_size != p.v_head_size) return "keys and values differ in head size";
-  if (p.head_size > 256) return "the head size is above 256";
+  if (p.head_size > attention::kMaxUsualHeadSize) return "the head size is above 256";
   if (p.alibi_slopes.data != nullptr) return "ALiBi slopes";
   if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
   if (p.num_keys == 0) return "there are no keys";
   for (const Rows& rows : {p.q, p.grad_out}) {
-    if (!TakesStride(p.num_heads, rows.stride_head) ||
-        !TakesStride(p.num_tokens, rows.stride_token)) {
+    if (!attention::TakesStride(p.num_heads, rows.stride_head) ||
+        !attention::TakesStride(p.num_tokens, rows.stride_token)) {
       return "TMA does not support the strides";
     }
   }
   for (const Rows& rows : {p.k, p.v}) {
-    if (!TakesStride(p.num_kv_heads, rows.stride_head) ||
-        !TakesStride(p.num_keys, rows.stride_token)) {
+    if (!attention::TakesStride(p.num_kv_heads, rows.stride_head) ||
+        !attention::TakesStride(p.num_keys, rows.stride_token)) {
       return "TMA does not support the strides";
     }
   }
@@ -100,25 +93,13 @@ flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
     return SetError(FLASHXLA_DEVICE_ERROR,
                     "the driver refuses a tensor map of q, k, v or grad_out");
   }
-  auto launch = [&](auto* kernel, int bytes) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    kernel<<<NumMultiprocessors(), kThreads, bytes, stream>>>(w);
-  };
-  auto launch_dims = [&](auto dims) {
+  attention::WithInstance(p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
+    using T = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value, kBytes = WideShape<kDims>::kBytes;
-    p.dtype == FLASHXLA_F16 ? launch(WideKernel<__half, kDims>, kBytes)
-                            : launch(WideKernel<__nv_bfloat16, kDims>, kBytes);
-  };
-  switch (WideDims(p)) {
-    case 64:
-      launch_dims(std::integral_constant<int, 64>{});
-      break;
-    case 128:
-      launch_dims(std::integral_constant<int, 128>{});
-      break;
-    default:
-      launch_dims(std::integral_constant<int, 256>{});
-  }
+    auto* kernel = WideKernel<T, kDims>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    kernel<<<NumMultiprocessors(), kThreads, kBytes, stream>>>(w);
+  });
   LaunchWideSums(p, stream);
   return FLASHXLA_OK;
 }

@@ -73,16 +73,10 @@ __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ P
 
 void LaunchWideSums(const Problem& p, cudaStream_t stream) {
   const dim3 blocks(p.plan.num_row_tiles, p.num_heads);
-  auto launch = [&](auto* kernel) { kernel<<<blocks, kThreads, 0, stream>>>(p); };
-  const bool half = p.dtype == FLASHXLA_F16;
-  switch (WideDims(p)) {
-    case 64:
-      return half ? launch(SumsKernel<__half, 64>) : launch(SumsKernel<__nv_bfloat16, 64>);
-    case 128:
-      return half ? launch(SumsKernel<__half, 128>) : launch(SumsKernel<__nv_bfloat16, 128>);
-    default:
-      return half ? launch(SumsKernel<__half, 256>) : launch(SumsKernel<__nv_bfloat16, 256>);
-  }
+  attention::WithInstance(p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
+    using T = typename decltype(t)::type;
+    SumsKernel<T, decltype(dims)::value><<<blocks, kThreads, 0, stream>>>(p);
+  });
 }
 
 }  // namespace flashxla::attention_backward

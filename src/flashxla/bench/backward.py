@@ -124,6 +124,15 @@ def _band(case: AttentionCase, device: torch.device) -> torch.Tensor:
     return every.tril() & every.triu(1 - case.window)
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What PyTorch says where a kernel does not serve a case."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Unavailable(str(error).strip().splitlines()[0]) from None
+
+
 def _of_backend(problem: AttentionProblem, backend: SDPBackend, repeated: bool = False) -> Run:
     """By one of the kernels behind PyTorch's function. repeated: KV heads, outside the timing."""
     heads, kv_heads = problem.case.heads
@@ -132,11 +141,9 @@ def _of_backend(problem: AttentionProblem, backend: SDPBackend, repeated: bool =
         with sdpa_kernel(backend):
             return sdpa(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
-    try:
+    with _refusals():
         run = Run(*_padded(problem, forward, heads // kv_heads if repeated else 1))
         run.call()
-    except RuntimeError as error:
-        raise Unavailable(str(error).strip().splitlines()[0]) from None
     return run
 
 
@@ -148,14 +155,12 @@ def _flash_varlen(problem: AttentionProblem) -> Run:
     offsets = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=q.device)
     window = {} if case.window is None else {"window_size_left": case.window - 1, "window_size_right": 0}
     grad = _gradient_of_out(problem)
-    try:
+    with _refusals():
         out = torch.ops.aten._flash_attention_forward(
             q, k, v, offsets, offsets, max(lens), max(lens), 0.0, True, False, **window
         )[0]
         run = Run(lambda: torch.autograd.grad(out, sources, grad, retain_graph=True), list)
         run.call()
-    except RuntimeError as error:
-        raise Unavailable(str(error).strip().splitlines()[0]) from None
     return run
 
 
