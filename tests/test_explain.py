@@ -103,7 +103,31 @@ def test_a_step_that_only_decodes() -> None:
     decode = flashxla.explain("paged_attention", query, cache, *index, **options, max_seqlen_q=1)
     assert len(any_length.kernels) > 1
     assert [kernel.work for kernel in decode.kernels] == ["all queries"]
-    assert decode.kernels[0].name == any_length.kernels[0].name == "split"
+    assert decode.kernels[0].name == any_length.kernels[0].name == "swap"
+
+
+# What TMA does not take: the page size, the head size, the dtype of the keys.
+NOT_FOR_TMA = [
+    (17, 128, "bfloat16", "page size is not a multiple of 8"),
+    (4, 128, "float8_e4m3fn", "page size is not a multiple of 8"),
+    (16, 44, "bfloat16", "strides"),
+    (16, 72, "float8_e5m2", "strides"),
+]
+
+
+@pytest.mark.parametrize("tokens", [T, 500])
+@pytest.mark.parametrize(("page", "dim", "dtype", "why"), NOT_FOR_TMA)
+def test_few_queries_without_tma(page: int, dim: int, dtype: str, why: str, tokens: int) -> None:
+    """They are served, and the reason is said: of all queries (5 tokens), and of few beside many."""
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    _, _, *rest = jax_arguments()
+    query = jax.ShapeDtypeStruct((tokens, HQ, dim), "bfloat16")
+    cache = jax.ShapeDtypeStruct((P, page, HK, dim), dtype)
+    kernel, *_ = flashxla.explain("paged_attention", query, (cache, cache), *rest, platform="cuda").kernels
+    assert kernel.work == ("all queries" if tokens == T else "few queries")
+    assert kernel.name == "split" and why in kernel.reason, kernel
 
 
 @pytest.mark.parametrize("framework", ARGUMENTS)
@@ -231,7 +255,7 @@ def test_large_batches_are_shared_out(sequences: int, keys: int, heads: tuple[in
         pytest.skip("libflashxla_cuda.so is not installed")
     arguments = decode_of(sequences, keys, heads, blocks)
     got = flashxla.explain("paged_attention", *arguments, platform="cuda")
-    assert got.few_queries.startswith("split:"), got
+    assert got.few_queries.startswith("swap:"), got
 
 
 @pytest.mark.parametrize("blocks", [2**21 + 8, 2**23])

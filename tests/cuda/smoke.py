@@ -226,7 +226,7 @@ def lengths(rng: Rng, len_q: Array, most: int) -> Array:
 
 
 def few_queries(rng: Rng) -> Sizes:
-    """split: at most 64 rows (queries of a head) of each KV head; few long sequences, which blocks share, or many."""
+    """swap, split: at most 64 rows (queries of a head) per KV head; few long sequences, which blocks share, or many."""
     seqs, longest = pick(rng, (1, 3000), (2, 1500), (4, 400), (9, 150), (40, 30))
     kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 9))
     q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
@@ -240,6 +240,24 @@ def few_queries(rng: Rng) -> Sizes:
         len_q=len_q,
         len_k=lengths(rng, len_q, int(longest)),
         page=page_size(rng),
+    )
+
+
+def chunks(rng: Rng) -> Sizes:
+    """swap: on Hopper, more rows than few that see many keys; decode rows beside them."""
+    count, decoding = int(rng.integers(1, 3)), rng.integers(0, 3, int(pick(rng, 0, 2)))
+    few = rng.random() < 0.7
+    len_q = np.array([*(rng.integers(17, 48, count) if few else rng.integers(48, 129, 1)), *decoding])
+    q_dtype = pick(rng, BF16, F16, *FP8)
+    return Sizes(
+        q_dtype=q_dtype,
+        element=element_of(rng, q_dtype),
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(pick(rng, 4, 5, 8)),
+        dim=int(pick(rng, *INSTANCES, pick(rng, 16, 80, 96, 112, 192))),
+        len_q=len_q,
+        len_k=len_q + rng.integers(512 if few else 4096, 1000 if few else 4500, len(len_q)),
+        page=int(pick(rng, 0, 8, 16, 24, 64, 128)),
     )
 
 
@@ -306,6 +324,10 @@ def few_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, few_queries(rng)), always=False)
 
 
+def chunk_call(rng: Rng) -> Call:
+    return bounded(rng, driver.attention_call(rng, chunks(rng)), always=True)
+
+
 def wide_call(rng: Rng) -> Call:
     call = driver.attention_call(rng, wide(rng))
     call.tensors.pop("alibi_slopes", None)
@@ -364,7 +386,7 @@ def tile_gradients_call(rng: Rng) -> Call:
 
 
 def bounded(rng: Rng, call: Call, always: bool) -> Call:
-    """With max_seqlen_q unknown or that of the tokens: a smaller one lets split serve every sequence."""
+    """With max_seqlen_q unknown or that of the tokens: a smaller one lets swap or split serve every sequence."""
     if always or rng.random() < 0.8:
         call.scalars["max_seqlen_q"] = int(pick(rng, max(call.tensors["q"].shape[0], 1), 2**31 - 1))
     return call
@@ -397,6 +419,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     few_call,
     wide_call,
     tile_call,
+    chunk_call,
     driver.kv_cache_call,
     few_call,
     wide_call,

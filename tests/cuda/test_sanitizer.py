@@ -54,9 +54,12 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
     assert status == 0, output[-8000:]
     assert re.search(r"SUMMARY: .*\b0 errors", output), output[-2000:]
     assert f"done: {CALLS[tool]} calls of seed {seed}" in output
-    engines = ("split", "tile", "simt", "general", "tile of gradients", "general of gradients")
-    for engine in engines:  # and on Hopper wide
-        assert re.search(rf"\b{engine} \d", output.rpartition("done: ")[2]), engine
+    served = output.rpartition("done: ")[2]
+    engines = ["split", "tile", "simt", "general", "tile of gradients", "general of gradients"]
+    if re.search(r"\bwide \d", served):  # on Hopper
+        engines += ["swap", "wide of gradients"]
+    for engine in engines:
+        assert re.search(rf"\b{engine} \d", served), engine
 
 
 def test_the_harness_can_fail(sanitizer: str) -> None:

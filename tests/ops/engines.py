@@ -1,4 +1,4 @@
-"""Which engine of the CUDA library serves a call: the library says so without a GPU too."""
+"""Which engine of the CUDA library serves a call: the library says so without a GPU too. And checks of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import flashxla
 from flashxla import native
+from tests import reference
 from tests.batches import Arguments, Case, flash_attn_arguments, paged_attention_arguments
+from tests.checks import assert_attention, assert_same_bits
 from tests.frontends import Frontend, TorchFrontend, has_arrays, map_arrays
 
 ONE_TENSOR = ("interleaved", "packed_HND", "packed_NHD", "stacked")
@@ -41,3 +43,20 @@ def _explained(frontend: Frontend, function: str, arguments: Arguments) -> flash
     assert isinstance(frontend, TorchFrontend)
     given = {k: map_arrays(frontend.tensor, v) if has_arrays(v) else v for k, v in arguments.items()}
     return flashxla.explain(getattr(frontend.fx, function), platform="cuda", **given)
+
+
+def check(frontend: Frontend, function: str, arguments: Arguments) -> tuple[Any, Any]:
+    """Hold a call against the reference; returns its results."""
+    out, lse = getattr(frontend, function)(**arguments)
+    queries = arguments["query" if function == "paged_attention" else "q"]
+    assert_attention(out, lse, getattr(reference, function)(**arguments), queries.dtype)
+    return out, lse
+
+
+def check_twice(frontend: Frontend, function: str, arguments: Arguments) -> None:
+    """Hold a call against the reference, and a second run of it against the first: the bits are the same."""
+    out, lse = check(frontend, function, arguments)
+    again, lse_again = getattr(frontend, function)(**arguments)
+    assert_same_bits(again, out, "out of a second run")
+    if lse is not None and lse_again is not None:
+        assert_same_bits(lse_again, lse, "LSE of a second run")

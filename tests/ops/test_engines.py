@@ -1,5 +1,7 @@
 """Every engine of the CUDA library in the cases that it is for: right, and `explain` says that it served.
 
+The engines are those of a Hopper GPU; test_few_queries.py has more of few queries.
+
 On a CPU the same cases meet the kernels there.
 """
 
@@ -10,85 +12,90 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import reference
 from tests.batches import Case
-from tests.checks import assert_attention, assert_same_bits
 from tests.frontends import Frontend
-from tests.ops.engines import call_of, served_by
+from tests.ops.engines import call_of, check, check_twice, served_by
 
 PREFILL = ((48, 48), (130, 200), (1, 40), (129, 129))
 LONG = ((260, 300), (64, 500))
 ODD = ((100, 30), (60, 0), (0, 9), (47, 47), (128, 128))  # more queries than keys, no keys, no queries
-SHORT = ((20, 60), (33, 33), (47, 150))  # too many rows for split, too few queries for wide
+SHORT = ((20, 60), (33, 33), (47, 150))  # too many rows for swap and split, too few queries for wide
 DECODE = ((1, 1), (1, 400), (1, 65), (1, 64))
+CHUNKS = ((20, 900), (1, 300), (130, 140))  # swap would take the first
 SPECULATION = ((4, 100), (16, 16), (7, 330), (1, 31))
 
 # case, the engine of few queries, the engine of many queries
 ENGINES = [
     # wide: keys dense and in every layout
-    *((Case(PREFILL, dim=d, dtype="bf16"), "split", "wide") for d in (8, 64, 72, 96, 128, 192, 256)),
-    (Case(PREFILL, dim=128, dtype="f16", used=True, pad_tokens=3, pad_seqs=2), "split", "wide"),
+    *((Case(PREFILL, dim=d, dtype="bf16"), "swap", "wide") for d in (8, 64, 72, 96, 128, 192, 256)),
+    (Case(PREFILL, dim=128, dtype="f16", used=True, pad_tokens=3, pad_seqs=2), "swap", "wide"),
     *(
         (
             Case(PREFILL, dim=128, dtype="bf16", page=16, layout=layout, pad_tokens=5, pad_seqs=1),
-            "split",
+            "swap",
             "wide",
         )
         for layout in ("NHD", "HND", "interleaved", "packed_HND", "packed_NHD", "stacked")
     ),
-    (Case(PREFILL, dim=64, dtype="f16", page=8, layout="HND"), "split", "wide"),
-    (Case(PREFILL, dim=64, dtype="bf16", page=24, layout="packed_NHD"), "split", "wide"),
-    (Case(PREFILL, dim=256, dtype="bf16", page=64, layout="stacked"), "split", "wide"),
-    (Case(LONG, dim=128, dtype="bf16", page=128), "split", "wide"),
-    (Case(ODD, dim=128, dtype="bf16", page=16), "split", "wide"),
-    (Case(ODD, dim=64, dtype="f16", causal=False, sinks="f16"), "split", "wide"),
+    (Case(PREFILL, dim=64, dtype="f16", page=8, layout="HND"), "swap", "wide"),
+    (Case(PREFILL, dim=64, dtype="bf16", page=24, layout="packed_NHD"), "swap", "wide"),
+    (Case(PREFILL, dim=256, dtype="bf16", page=64, layout="stacked"), "swap", "wide"),
+    (Case(LONG, dim=128, dtype="bf16", page=128), "swap", "wide"),
+    (Case(ODD, dim=128, dtype="bf16", page=16), "swap", "wide"),
+    (Case(ODD, dim=64, dtype="f16", causal=False, sinks="f16"), "swap", "wide"),
     # wide: heads, masks, scores
-    (Case(PREFILL, heads=(8, 1), dim=128, dtype="bf16"), "split", "wide"),
-    (Case(PREFILL, heads=(3, 3), dim=64, dtype="f16", page=16), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", sinks="bf16"), "split", "wide"),
-    (Case(PREFILL, dim=64, dtype="bf16", sinks="f32", page=16, window=(20, -1)), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", leftpad=True), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", leftpad=True, page=16, layout="HND"), "split", "wide"),
-    (Case(PREFILL, dim=64, dtype="f16", leftpad=True, sinks="f16", causal=False), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", window=(-1, 3), causal=False), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", window=(17, 9), causal=False, page=16), "split", "wide"),
-    (Case(LONG, dim=64, dtype="bf16", window=(0, 0), causal=False), "split", "wide"),
-    (Case(LONG, dim=128, dtype="bf16", window=(130, 2), page=16, leftpad=True), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", causal=False), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="f16", softcap=3.0, scale=-0.2, sinks="f32"), "split", "wide"),
-    (Case(PREFILL, dim=64, dtype="bf16", scale=0.0), "split", "wide"),
-    (Case(PREFILL, dim=64, dtype="bf16", descale="SH", page=16), "split", "wide"),
-    (Case(PREFILL, dim=128, dtype="bf16", lse=False), "split", "wide"),
+    (Case(PREFILL, heads=(8, 1), dim=128, dtype="bf16"), "swap", "wide"),
+    (Case(PREFILL, heads=(3, 3), dim=64, dtype="f16", page=16), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", sinks="bf16"), "swap", "wide"),
+    (Case(PREFILL, dim=64, dtype="bf16", sinks="f32", page=16, window=(20, -1)), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", leftpad=True), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", leftpad=True, page=16, layout="HND"), "swap", "wide"),
+    (Case(PREFILL, dim=64, dtype="f16", leftpad=True, sinks="f16", causal=False), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", window=(-1, 3), causal=False), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", window=(17, 9), causal=False, page=16), "swap", "wide"),
+    (Case(LONG, dim=64, dtype="bf16", window=(0, 0), causal=False), "swap", "wide"),
+    (Case(LONG, dim=128, dtype="bf16", window=(130, 2), page=16, leftpad=True), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", causal=False), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="f16", softcap=3.0, scale=-0.2, sinks="f32"), "swap", "wide"),
+    (Case(PREFILL, dim=64, dtype="bf16", scale=0.0), "swap", "wide"),
+    (Case(PREFILL, dim=64, dtype="bf16", descale="SH", page=16), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", lse=False), "swap", "wide"),
     # tile: what wide does not take
-    (Case(PREFILL, dim=128, dtype="bf16", alibi="SH"), "split", "tile"),
+    (Case(PREFILL, dim=128, dtype="bf16", alibi="SH"), "swap", "tile"),
     (Case(PREFILL, dim=64, dtype="f16", page=17, sinks="f32"), "split", "tile"),
     (Case(PREFILL, dim=128, dtype="bf16", page=4, layout="interleaved"), "split", "tile"),
     (Case(PREFILL, dim=46, dtype="bf16", leftpad=True), "split", "tile"),
-    (Case(PREFILL, dim=128, dtype="bf16", cache="e4m3", page=16, descale="SH"), "split", "tile"),
-    (Case(PREFILL, dim=64, dtype="f16", cache="u8:e5m2", page=16, layout="HND"), "split", "tile"),
-    (Case(PREFILL, dim=128, dtype="e4m3", cache="e4m3", page=16, descale="H", softcap=4.0), "split", "tile"),
+    (Case(PREFILL, dim=128, dtype="bf16", cache="e4m3", page=16, descale="SH"), "swap", "tile"),
+    (Case(PREFILL, dim=64, dtype="f16", cache="u8:e5m2", page=16, layout="HND"), "swap", "tile"),
+    (Case(PREFILL, dim=128, dtype="e4m3", cache="e4m3", page=16, descale="H", softcap=4.0), "swap", "tile"),
     (Case(PREFILL, dim=256, dtype="bf16", page=1, window=(9, 4), causal=False), "split", "tile"),
     # wide is there, but these sequences go to tile
-    (Case(SHORT, heads=(12, 3), dim=128, dtype="bf16", page=16), "split", "wide"),
-    (Case(SHORT, heads=(8, 1), dim=64, dtype="f16", leftpad=True, sinks="f32"), "split", "wide"),
-    # split
-    (Case(DECODE, heads=(8, 2), dim=128, dtype="bf16", page=16), "split", "split"),
-    (Case(DECODE, heads=(8, 8), dim=64, dtype="f16", page=16, layout="packed_HND"), "split", "split"),
-    (Case(DECODE, heads=(6, 2), dim=256, dtype="bf16", page=8, layout="stacked"), "split", "split"),
+    (Case(SHORT, heads=(12, 3), dim=128, dtype="bf16", page=16), "swap", "wide"),
+    (Case(SHORT, heads=(8, 1), dim=64, dtype="f16", leftpad=True, sinks="f32"), "swap", "wide"),
+    # swap, and split where TMA does not take the keys
+    (Case(DECODE, heads=(8, 2), dim=128, dtype="bf16", page=16), "swap", "swap"),
+    (Case(DECODE, heads=(8, 8), dim=64, dtype="f16", page=16, layout="packed_HND"), "swap", "swap"),
+    (Case(DECODE, heads=(6, 2), dim=256, dtype="bf16", page=8, layout="stacked"), "swap", "swap"),
     (Case(DECODE, heads=(28, 4), dim=96, dtype="bf16", page=1, alibi="H", sinks="bf16"), "split", "split"),
-    (Case(DECODE, heads=(64, 1), dim=128, dtype="bf16", page=16, softcap=5.0), "split", "split"),
-    (Case(DECODE, heads=(128, 1), dim=128, dtype="bf16", page=16), "split", "split"),
-    (Case(DECODE, heads=(200, 2), dim=64, dtype="f16", leftpad=True), "split", "split"),
-    (Case(((1, 90), (2, 40), (60, 60)), heads=(96, 1), dim=64, dtype="bf16"), "split", "wide"),
+    (Case(DECODE, heads=(64, 1), dim=128, dtype="bf16", page=16, softcap=5.0), "swap", "swap"),
+    (Case(DECODE, heads=(128, 1), dim=128, dtype="bf16", page=16), "swap", "swap"),
+    (Case(DECODE, heads=(200, 2), dim=64, dtype="f16", leftpad=True), "swap", "swap"),
+    (Case(((1, 90), (2, 40), (60, 60)), heads=(96, 1), dim=64, dtype="bf16"), "swap", "wide"),
     (
         Case(DECODE, heads=(8, 2), dim=128, dtype="bf16", cache="e4m3", page=16, descale="SH"),
-        "split",
-        "split",
+        "swap",
+        "swap",
     ),
-    (Case(DECODE, heads=(8, 2), dim=128, dtype="e5m2", cache="e5m2", page=16), "split", "split"),
+    (Case(DECODE, heads=(8, 2), dim=128, dtype="e5m2", cache="e5m2", page=16), "swap", "swap"),
     (Case(DECODE, heads=(4, 1), dim=64, dtype="f16", cache="u8:e4m3", page=17), "split", "split"),
-    (Case(SPECULATION, heads=(8, 2), dim=128, dtype="bf16", page=16, window=(50, -1)), "split", "split"),
+    (Case(SPECULATION, heads=(8, 2), dim=128, dtype="bf16", page=16, window=(50, -1)), "swap", "swap"),
+    (Case(SPECULATION, heads=(8, 2), dim=128, dtype="bf16", page=17), "split", "split"),
+    (Case(SPECULATION, heads=(8, 2), dim=72, dtype="bf16", cache="e4m3", page=16), "split", "split"),
+    (Case(DECODE, heads=(100, 1), dim=46, dtype="f16", page=16, alibi="SH", softcap=5.0), "split", "split"),
+    (Case(DECODE, heads=(8, 2), dim=256, dtype="e4m3", cache="e4m3", page=1, descale="H"), "split", "split"),
+    (Case(CHUNKS, heads=(8, 2), dim=64, dtype="bf16", page=4), "split", "tile"),
+    (Case(((0, 0), (1, 0)), heads=(8, 2), dim=64, dtype="bf16"), "split", "split"),  # no keys at all
     # simt
     (Case(DECODE, heads=(8, 2), dim=128, page=16, sinks="f32"), "simt", "simt"),
     (Case(PREFILL, dim=64, alibi="SH", softcap=5.0), "simt", "simt"),
@@ -114,23 +121,7 @@ def test_engine(frontend: Frontend, rng: np.random.Generator, case: Case, few: s
     function, arguments = call_of(rng, case)
     if (served := served_by(frontend, function, arguments)) is not None:
         assert served == (few, many)
-    out, lse = check(frontend, function, arguments)
-    again, lse_again = run(frontend, function, arguments)
-    assert_same_bits(again, out, "out of a second run")
-    if lse is not None and lse_again is not None:
-        assert_same_bits(lse_again, lse, "LSE of a second run")
-
-
-def run(frontend: Frontend, function: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    return getattr(frontend, function)(**arguments)
-
-
-def check(frontend: Frontend, function: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """Hold a call against the reference; returns its results."""
-    out, lse = run(frontend, function, arguments)
-    queries = arguments["query" if function == "paged_attention" else "q"]
-    assert_attention(out, lse, getattr(reference, function)(**arguments), queries.dtype)
-    return out, lse
+    check_twice(frontend, function, arguments)
 
 
 # The plan keeps 384 sequences and 512 long ones at hand, takes 1024 at once, and sorts 2048 tiles.
@@ -160,10 +151,7 @@ def test_many_long_sequences(
     frontend: Frontend, rng: np.random.Generator, size: int, queries: tuple[int, int], alibi: str | None
 ) -> None:
     case = many_sequences(rng, size, queries, dtype="bf16", page=8, alibi=alibi)
-    function, arguments = call_of(rng, case)
-    out, _ = check(frontend, function, arguments)
-    again, _ = run(frontend, function, arguments)
-    assert_same_bits(again, out, "out of a second run")
+    check_twice(frontend, *call_of(rng, case))
 
 
 @pytest.mark.frontends("torch")

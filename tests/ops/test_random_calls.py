@@ -59,7 +59,7 @@ def lens_of(rng: Rng, queries: np.ndarray, most_keys: int) -> Lens:
 
 
 def few(rng: Rng) -> dict[str, Any]:
-    """Decoding, and a few queries: split."""
+    """Decoding, and a few queries: swap, or split where TMA does not take the keys."""
     group = pick(rng, 1, 2, 3, 4, 5, 7, 8, 16, 64, 100)
     count = min(int(pick(rng, 1, 3, 9, 40, 400)), 400 // group)  # the reference takes a head at a time
     longest = pick(rng, 1, 1, max(64 // group, 1))
@@ -70,6 +70,24 @@ def few(rng: Rng) -> dict[str, Any]:
         "group": group,
         "dtype": pick(rng, *SIXTEEN),
         "dim": pick(rng, 64, 128, 256, rng.integers(1, 257)),
+    }
+
+
+def chunks(rng: Rng) -> dict[str, Any]:
+    """More queries than few, which see so many keys that swap takes them; with decode rows and prefills."""
+    lens = [
+        *((q, q + rng.integers(500, 1500)) for q in rng.integers(17, 48, pick(rng, 1, 3))),
+        *((q, 4050 + rng.integers(0, 300)) for q in rng.integers(48, 129, pick(rng, 0, 1, 1))),
+        *((1, rng.integers(1, 900)) for _ in range(pick(rng, 0, 4))),
+        *((q, q + rng.integers(0, 60)) for q in rng.integers(48, 300, pick(rng, 0, 1))),
+    ]
+    return {
+        "lens": tuple((int(q), int(k)) for q, k in rng.permutation(lens)),
+        "group": pick(rng, 4, 5, 8),
+        "dtype": pick(rng, *SIXTEEN),
+        "dim": pick(rng, 64, 128, 256, 16 * rng.integers(1, 17)),
+        "page": pick(rng, None, 8, 16, 24, 64),
+        "window": pick(rng, (-1, -1), (-1, -1), (int(rng.integers(500, 5000)), -1)),
     }
 
 
@@ -287,15 +305,16 @@ def merge(frontend: TorchFrontend, rng: Rng) -> str:
 
 # name: (a call, the engines of which each must have served one)
 KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = {
-    "few": (lambda f, rng: attend(f, rng, few), ("split",)),
-    "wide": (lambda f, rng: attend(f, rng, wide), ("split", "wide")),
-    "tile": (lambda f, rng: attend(f, rng, tile), ("split", "tile")),
-    "fp8": (lambda f, rng: attend(f, rng, fp8), ("split", "tile")),
+    "few": (lambda f, rng: attend(f, rng, few), ("swap", "split")),
+    "chunks": (lambda f, rng: attend(f, rng, chunks), ("swap",)),
+    "wide": (lambda f, rng: attend(f, rng, wide), ("swap", "wide")),
+    "tile": (lambda f, rng: attend(f, rng, tile), ("swap", "split", "tile")),
+    "fp8": (lambda f, rng: attend(f, rng, fp8), ("swap", "split", "tile")),
     "float32": (lambda f, rng: attend(f, rng, float32), ("simt",)),
-    "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "split", "wide", "tile")),
+    "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "swap", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),
     "differentiate": (differentiate, ("wide", "tile", "general")),
-    "write_and_attend": (write_and_attend, ("simt", "split", "wide", "tile", "general")),
+    "write_and_attend": (write_and_attend, ("simt", "swap", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
     "merge": (merge, ("merge_attn_states",)),
 }

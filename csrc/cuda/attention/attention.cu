@@ -42,8 +42,15 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.all_few = choice.all_few;
   plan.use_many = choice.engines[kMany] != nullptr;
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
+  plan.few_chunks = choice.few_chunks;
   plan.num_few_blocks = choice.num_few_blocks;
+  plan.few_q_tile_rows = choice.few_q_tile_rows;
   return plan;
+}
+
+void SetFew(const Choice& choice, Problem* p) {
+  p->num_few_blocks = choice.num_few_blocks;
+  p->few_q_tile_rows = choice.few_q_tile_rows;
 }
 
 int64_t PlanBytes(const PlanProblem& plan) {
@@ -108,7 +115,7 @@ flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspa
     const flashxla_status status = engine->launch(p, workspace, stream);
     if (status != FLASHXLA_OK) return status;
   }
-  LaunchCombine(p, workspace, stream);
+  if (!choice.few_combines) LaunchCombine(p, workspace, stream);
   return LaunchStatus("attention");
 }
 
@@ -117,7 +124,7 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
   const bool planned = args.plan.data != nullptr;
   const Facts facts = FactsOf(args, false);
   Problem p = facts.problem;
-  p.num_few_blocks = choice.num_few_blocks;
+  SetFew(choice, &p);
   const int64_t partial_bytes = WorkspaceBytes(p, choice);
   const int64_t plan_bytes = PlanBytes(plan);
   flashxla_status status = planned ? CheckPlanned(facts, choice) : FLASHXLA_OK;
@@ -151,7 +158,7 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   const Choice choice = ChooseEngines(facts);
   PlanProblem plan = PlanOf(args, facts.problem, choice);
   if (context.needs != nullptr) {
-    facts.problem.num_few_blocks = choice.num_few_blocks;
+    SetFew(choice, &facts.problem);
     *context.needs = {};
     context.needs->plan_bytes = PlanBytes(plan);
     context.needs->workspace_bytes =

@@ -12,8 +12,8 @@ namespace flashxla::attention {
 namespace {
 
 // For each role the fastest engine comes first.
-constexpr const Engine* kEngines[] = {&kSplitEngine, &kWideEngine, &kTileEngine, &kSimtEngine,
-                                      &kGeneralEngine};
+constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kWideEngine,
+                                      &kTileEngine, &kSimtEngine,  &kGeneralEngine};
 
 }  // namespace
 
@@ -49,10 +49,17 @@ Choice ChooseEngines(const Facts& facts) {
     if (why_not == nullptr) why_not = why;
   }
   if (choice.engines[kFew] != nullptr) {
-    const Problem& p = facts.problem;
-    choice.num_few_blocks = NumFewBlocks(p);
+    Problem p = facts.problem;
     const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
-    choice.all_few = longest <= MaxFewRows(p.group_size) && AreFewStepsCountable(facts, true);
+    const bool countable = AreFewStepsCountable(facts, true);
+    const bool swap = choice.engines[kFew] == &kSwapEngine;
+    choice.all_few = longest <= MaxFewRows(p.group_size) && countable;
+    choice.few_chunks = swap && countable && !choice.all_few;
+    p.few_q_tile_rows =
+        swap && (!choice.all_few || longest > kSplitQTileRows) ? kSwapQTileRows : kSplitQTileRows;
+    choice.few_combines = swap && p.few_q_tile_rows == kSplitQTileRows;
+    choice.few_q_tile_rows = p.few_q_tile_rows;
+    choice.num_few_blocks = NumFewBlocks(p);
   }
   return choice;
 }
@@ -60,7 +67,7 @@ Choice ChooseEngines(const Facts& facts) {
 void AddKernels(const Choice& choice, flashxla_needs* needs) {
   const Engine &few = choice.Of(kFew), &many = choice.Of(kMany), &rest = choice.Of(kRest);
   if (choice.all_few) {
-    AddKernel(needs, {"all queries", few.name, few.description, ""});
+    AddKernel(needs, {"all queries", few.name, few.description, choice.why_not[kFew]});
   } else if (&few == &many) {
     AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});
   } else {

@@ -33,7 +33,8 @@ struct Engine {
   flashxla_status (*launch)(const Problem& problem, void* workspace, cudaStream_t stream);
 };
 
-extern const Engine kSplitEngine, kWideEngine, kTileEngine, kSimtEngine, kGeneralEngine;
+extern const Engine kSwapEngine, kSplitEngine, kWideEngine, kTileEngine, kSimtEngine,
+    kGeneralEngine;
 
 // Why only the general engine can serve a call; "" if others can.
 const char* WhyOnlyGeneral(const Problem& problem);
@@ -46,15 +47,20 @@ const char* WhyNoTensorCores(const Problem& problem);
 // promised; otherwise for those of at most MaxFewRows rows.
 bool AreFewStepsCountable(const Facts& facts, bool any_length);
 
-// How many thread blocks the engine for few queries has for each KV head.
+// How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
 int NumFewBlocks(const Problem& problem);
+// Its workspace.
+int64_t SplitWorkspaceBytes(const Problem& problem);
 
 // The engines that serve a call.
 struct Choice {
   const Engine* engines[kNumRoles];  // null: kRest's engine takes this role too
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
   bool all_few;                      // every sequence has few queries
+  bool few_chunks;                   // as in PlanProblem, like the numbers below
+  bool few_combines;                 // the engine for few queries needs no LaunchCombine
   int num_few_blocks;
+  int few_q_tile_rows;
 
   const Engine& Of(Role role) const { return *engines[engines[role] ? role : kRest]; }
 };

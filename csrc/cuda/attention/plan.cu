@@ -161,7 +161,7 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
     blocks[b] = {first,
                  min(first + share, total),
                  i,
-                 row_tile * kFewQTileRows,
+                 row_tile * p.few_q_tile_rows,
                  starts[i] + row_tile * s.num_kv_tiles,
                  {},
                  s};
@@ -286,11 +286,13 @@ __device__ int ListSequences(const PlanProblem& p, Scan& scan, const SequenceTab
         const KeyRange keys = VisibleKeys(s, p.window, 0, s.num_queries - 1);
         if (keys.begin >= keys.end) {
           s.role = kIdle;
-        } else if (p.all_few || (p.use_few && rows <= MaxFewRows(p.group_size))) {
+        } else if (p.all_few || (p.use_few && rows <= MaxFewRows(p.group_size)) ||
+                   (p.few_chunks && IsFewChunk(s.num_queries, keys.end - keys.begin))) {
           s.role = kFew;
           s.first_kv_tile = keys.begin / kFewKvTileKeys;
           s.num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - s.first_kv_tile;
-          steps = s.num_kv_tiles * static_cast<int>((rows + kFewQTileRows - 1) / kFewQTileRows);
+          steps =
+              s.num_kv_tiles * static_cast<int>((rows + p.few_q_tile_rows - 1) / p.few_q_tile_rows);
         } else {
           s.role = p.use_many && s.num_queries >= kMinManyQueries ? kMany : kRest;
         }
@@ -364,6 +366,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   Scan scan{shared.scan};
   const int thread = threadIdx.x;
   TriggerNext();
+  WaitForPrevious();
   const IndexTensors& index = p.index;
   const PlanLayout layout = p.layout();
   const SequenceTable sequences{reinterpret_cast<PlannedSequence*>(p.plan + layout.sequences()),
@@ -407,7 +410,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
 }  // namespace
 
 void LaunchPlan(const PlanProblem& p, cudaStream_t stream) {
-  PlanKernel<<<1, kThreads, 0, stream>>>(p);
+  LaunchDependent(PlanKernel, 1, kThreads, 0, stream, p);
 }
 
 }  // namespace flashxla::attention

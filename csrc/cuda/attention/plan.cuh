@@ -24,14 +24,21 @@ enum Role : int32_t {
 };
 constexpr int kNumRoles = 4;
 
-constexpr int kFewQTileRows = 16, kFewKvTileKeys = 64;
-constexpr int kManyQTileTokens = 128;  // of one query head
+constexpr int kFewKvTileKeys = 64;
+constexpr int kSplitQTileRows = 16, kSwapQTileRows = 128;  // at most: see few_q_tile_rows
+constexpr int kManyQTileTokens = 128;                      // of one query head
 constexpr int kRestQTileRows = 64;
 
 // A sequence has few queries if it has at most this many rows per KV head. A single query token
 // always counts as few, whatever the group size: reading the keys dominates then.
 inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
   return group_size > 64 ? group_size : 64;
+}
+
+// Whether a sequence with more queries than that is faster with the engine for few queries, where
+// that takes 64 rows at a time: there are too few of its larger q tiles for all multiprocessors.
+inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys) {
+  return num_queries < 48 ? num_keys >= 512 : num_queries <= 128 && num_keys >= 4096;
 }
 
 // A sequence, and what the plan adds.
@@ -132,11 +139,13 @@ struct PlanProblem {
   IndexTensors index;
   Window window;
   int32_t group_size;
-  bool use_few;   // the role kFew has an engine of its own
-  bool all_few;   // and every sequence has few queries
-  bool use_many;  // the role kMany has an engine of its own
+  bool use_few;     // the role kFew has an engine of its own
+  bool all_few;     // and every sequence has few queries
+  bool few_chunks;  // it also takes chunks of queries that see many keys: see IsFewChunk
+  bool use_many;    // the role kMany has an engine of its own
   bool want_slots;
-  int32_t num_few_blocks;  // per KV head
+  int32_t num_few_blocks;   // per KV head
+  int32_t few_q_tile_rows;  // rows of a q tile of few queries
   int32_t* plan;
 
   __host__ __device__ PlanLayout layout() const {

@@ -49,6 +49,7 @@ struct Problem {
   int32_t head_size, v_head_size;  // of queries and keys; of values and outputs
   int32_t block_shift;             // log2 of the block size if that is a power of two, else -1
   int32_t num_few_blocks;          // per KV head, as in the plan; 0: no engine for few queries
+  int32_t few_q_tile_rows;         // likewise
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
   // Whether strides and addresses allow 16-byte loads of keys and values, 4-byte loads of 16-bit
   // queries, and 4-byte stores of 16-bit outputs.

@@ -1,5 +1,5 @@
-// Split-KV: what split.cu hands to combine.cu, i.e. partial results and which of them belong
-// together.
+// Split-KV, as the engines for few queries share it: the walk through the steps of a thread block,
+// and what combine.cu gets from them, i.e. partial results and which of them belong together.
 //
 // The plan divides the list of all steps (FewBlock in plan.cuh) evenly among the thread blocks.
 // Block b of every KV head has the same steps: the KV heads advance side by side, because their
@@ -8,24 +8,30 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 
+#include "common/tensor_view.h"
+#include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/problem.cuh"
 
 namespace flashxla::attention {
 
-// A partial result: floats [kFewQTileRows][kDims] that are not normalized yet, then the rows'
-// row_max and row_sum.
-template <int kDims>
-struct Partial {
-  static constexpr int kRowMax = kFewQTileRows * kDims;
-  static constexpr int kRowSum = kRowMax + kFewQTileRows;
-  static constexpr int kFloats = kRowSum + kFewQTileRows;
-};
-
-// A block stores at most two partial results: of the q tile at the front of its steps, and of the
-// one at the back.
-__host__ __device__ inline int64_t PartialSlot(int64_t kv_head, int block, int blocks, bool back) {
-  return 2 * (kv_head * blocks + block) + back;
+// How many thread blocks of an engine for few queries a multiprocessor has at a time.
+constexpr int FewBlocksEach(int dims, int q_tile_rows) {
+  return dims > 128 || q_tile_rows > 64 ? 1 : 2;
 }
+
+// A partial result of a q tile: floats [rows][dims] that are not normalized yet, then the rows'
+// row_max (in log2) and row_sum.
+struct PartialShape {
+  int32_t rows, dims;
+
+  explicit PartialShape(const Problem& p)
+      : rows(p.few_q_tile_rows), dims(IsFp8(p.kv_dtype) ? 128 : 64) {
+    if (p.v_head_size > dims) dims = DimsBucket(p.v_head_size);
+  }
+  __host__ __device__ int64_t row_max() const { return int64_t{rows} * dims; }
+  __host__ __device__ int64_t row_sum() const { return row_max() + rows; }
+  __host__ __device__ int64_t floats() const { return row_sum() + rows; }
+};
 
 // The q tile that begins in a block and continues in the next ones, if there is one.
 struct alignas(16) SplitTile {
@@ -37,29 +43,93 @@ struct alignas(16) SplitTile {
   int32_t unused[2];
 };
 
-// The workspace: the partial results of all blocks, then a SplitTile for each block.
-template <int kDims>
+// The workspace: the partial results of all blocks, then a SplitTile and two flags for each block.
+// A block stores at most two partial results: of the q tile at the front of its steps, and of the
+// one at the back.
 struct SplitWorkspace {
   float* partials;
   SplitTile* tiles;
-  int blocks;  // per KV head
+  uint64_t* flags;  // swap: says that a partial result is there
+  PartialShape shape;
+  int32_t blocks;  // per KV head
 
-  __host__ __device__ SplitWorkspace(void* workspace, int num_kv_heads, int num_blocks)
-      : partials(static_cast<float*>(workspace)),
-        tiles(reinterpret_cast<SplitTile*>(
-            partials + PartialSlot(num_kv_heads, 0, num_blocks, false) * Partial<kDims>::kFloats)),
-        blocks(num_blocks) {}
+  SplitWorkspace(const Problem& p, void* workspace)
+      : partials(static_cast<float*>(workspace)), shape(p), blocks(p.num_few_blocks) {
+    tiles = reinterpret_cast<SplitTile*>(partials + 2 * p.num_kv_heads * blocks * shape.floats());
+    flags = reinterpret_cast<uint64_t*>(tiles + p.num_kv_heads * blocks);
+  }
 
-  // Bytes of the workspace for `count` blocks in all.
-  static constexpr int64_t Bytes(int64_t count) {
-    return count * int64_t{2 * Partial<kDims>::kFloats * sizeof(float) + sizeof(SplitTile)};
+  static int64_t Bytes(const Problem& p) {
+    return int64_t{p.num_kv_heads} * p.num_few_blocks *
+           (2 * PartialShape(p).floats() * int64_t{sizeof(float)} + int64_t{sizeof(SplitTile)} +
+            2 * int64_t{sizeof(uint64_t)});
   }
 
   __device__ float* partial(int kv_head, int block, bool back) const {
-    return partials + PartialSlot(kv_head, block, blocks, back) * Partial<kDims>::kFloats;
+    return partials + PlaceOf(kv_head, block, back) * shape.floats();
+  }
+  __device__ uint64_t* flag(int kv_head, int block, bool back) const {
+    return flags + PlaceOf(kv_head, block, back);
   }
   __device__ SplitTile& tile(int kv_head, int block) const {
     return tiles[kv_head * blocks + block];
+  }
+
+ private:
+  __device__ int64_t PlaceOf(int kv_head, int block, bool back) const {
+    return 2 * (kv_head * blocks + block) + back;
+  }
+};
+
+// Walks through a thread block's steps: the current q tile and the first key of the step.
+struct Cursor {
+  int step, end;
+  int tile_start, tile_end;  // steps of the current q tile
+  int index, first_row;
+  PlannedSequence sequence;
+
+  __device__ explicit Cursor(const FewBlock& block)
+      : step(block.begin),
+        end(block.end),
+        tile_start(block.tile_start),
+        tile_end(block.tile_start + block.sequence.num_kv_tiles),
+        index(block.index),
+        first_row(block.first_row),
+        sequence(block.sequence) {}
+
+  __device__ void Next(const Problem& p) {
+    if (++step != tile_end || step == end) return;
+    first_row += p.few_q_tile_rows;
+    if (first_row >= sequence.num_queries * p.group_size) {
+      first_row = 0;
+      do sequence = p.plan.sequences[++index];
+      while (sequence.role != kFew);
+    }
+    tile_start = tile_end;
+    tile_end += sequence.num_kv_tiles;
+  }
+  __device__ int first_key() const {
+    return (sequence.first_kv_tile + step - tile_start) * kFewKvTileKeys;
+  }
+
+  // The current q tile if it begins in block `block`, at step `segment`, and continues in others.
+  __device__ SplitTile Begun(const Problem& p, int block, int segment, int block_begin) const {
+    const bool continues = segment == tile_start && tile_end > end;
+    const int last_block = (tile_end - 1) / StepsOfBlock(p);
+    return Describe(continues ? last_block - block + 1 : 0, segment != block_begin);
+  }
+  // The current q tile if it ends in block `block` and begins in an earlier one.
+  __device__ SplitTile Ended(const Problem& p, int block) const {
+    const int steps = StepsOfBlock(p), first_block = tile_start / steps;
+    const bool ends = tile_end <= end && first_block < block;
+    return Describe(ends ? block - first_block + 1 : 0, tile_start != first_block * steps);
+  }
+
+ private:
+  // All blocks but the last one have as many as the first.
+  __device__ static int StepsOfBlock(const Problem& p) { return p.plan.few_blocks[0].end; }
+  __device__ SplitTile Describe(int num_parts, bool back) const {
+    return {num_parts, back, index, sequence.first_query, sequence.num_queries, first_row, {}};
   }
 };
 

@@ -54,6 +54,30 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
 
 }  // namespace
 
+const char* WhyNoCacheBoxes(const Problem& p) {
+  const BlockTable& table = p.block_table;
+  if (table.num_blocks == 0 || table.block_size == 0) return "there are no keys";
+  if (table.data != nullptr && table.block_size % 8 != 0) {
+    return "the page size is not a multiple of 8";
+  }
+  if (!p.kv_vectors) return "strides or addresses of the keys are not multiples of 16 bytes";
+  for (const Cache* c : {&p.k, &p.v}) {
+    if (!TakesStride(p.num_kv_heads, c->stride_head) ||
+        !TakesStride(table.block_size, c->stride_token) ||
+        !TakesStride(table.num_blocks, c->stride_block)) {
+      return "TMA does not support the strides of the keys";
+    }
+  }
+  return "";
+}
+
+int KeysOfBox(const Problem& p, int most) {
+  int keys = most;
+  if (p.block_table.data == nullptr) return keys;
+  while (p.block_table.block_size % keys != 0) keys /= 2;
+  return keys;
+}
+
 bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
              int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map) {
   const int64_t sizes[3] = {head_size, num_heads, num_tokens};

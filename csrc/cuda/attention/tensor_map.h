@@ -17,6 +17,12 @@ inline bool TakesStride(int64_t size, int64_t stride) {
   return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
 }
 
+// Why TMA cannot load the keys and values in boxes that each lie in one page; "" if it can.
+const char* WhyNoCacheBoxes(const Problem& p);
+
+// Keys per such a box: at most `most`, a power of two.
+int KeysOfBox(const Problem& p, int most);
+
 // Rows by (dim, head, token), in boxes of `box_columns` dims and `box_tokens` tokens.
 bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
              int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map);

@@ -323,20 +323,6 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
 #endif
 }
 
-// Keys per TMA box: a box lies in one page.
-int BoxKeys(const Problem& p) {
-  int box = WideKvTileKeys(p.head_size);
-  if (p.block_table.data == nullptr) return box;
-  while (p.block_table.block_size % box != 0) box /= 2;
-  return box;
-}
-
-bool TakesStrides(const Problem& p, const Cache& c) {
-  return TakesStride(p.num_kv_heads, c.stride_head) &&
-         TakesStride(p.block_table.block_size, c.stride_token) &&
-         TakesStride(p.block_table.num_blocks, c.stride_block);
-}
-
 bool Vectors(const Rows& r) {
   return r.stride_dim == 1 && r.stride_token % 8 == 0 && r.stride_head % 8 == 0 &&
          reinterpret_cast<uintptr_t>(r.data) % 16 == 0;
@@ -350,23 +336,19 @@ const char* WhyNotWide(const Facts& facts) {
   if (p.kv_dtype != p.q_dtype) return "keys and queries differ in dtype";
   if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
   if (p.alibi_slopes.data != nullptr) return "ALiBi slopes";
-  if (p.block_table.data != nullptr && p.block_table.block_size % 8 != 0) {
-    return "the page size is not a multiple of 8";
-  }
-  if (!p.kv_vectors || !Vectors(p.q)) return "strides or addresses are not multiples of 16 bytes";
-  if (!TakesStrides(p, p.k) || !TakesStrides(p, p.v) ||
-      !TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
-    return "TMA does not support the strides";
+  if (const char* why = WhyNoCacheBoxes(p); why[0] != '\0') return why;
+  if (!Vectors(p.q)) return "strides or addresses of the queries are not multiples of 16 bytes";
+  if (!TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
+    return "TMA does not support the strides of the queries";
   }
   if (!p.out_pairs) return "out's strides or address do not allow 4-byte stores";
-  if (p.block_table.num_blocks == 0 || p.block_table.block_size == 0) return "there are no keys";
   return "";
 }
 
 flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
-  w.box_keys = BoxKeys(p);
+  w.box_keys = KeysOfBox(p, WideKvTileKeys(p.head_size));
   if (!MapQueries(p, kWideBlockColumns, kManyQTileTokens, &w.q) ||
       !MapCache(p, p.k, kWideBlockColumns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, kWideBlockColumns, w.box_keys, &w.v)) {

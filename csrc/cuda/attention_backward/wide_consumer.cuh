@@ -2,8 +2,8 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_CONSUMER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_CONSUMER_CUH_
 
+#include "cuda/attention/shared_product.cuh"
 #include "cuda/attention/warp.cuh"
-#include "cuda/attention_backward/shared_product.cuh"
 #include "cuda/attention_backward/wide_shared.cuh"
 
 namespace flashxla::attention_backward {
@@ -22,6 +22,7 @@ using attention::Matrix;
 using attention::MatrixDescriptor;
 using attention::Pack;
 using attention::Pin;
+using attention::SharedProduct;
 
 __device__ inline float2 LoadPair(uint32_t address) {
   float2 x;

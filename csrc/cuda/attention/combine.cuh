@@ -1,0 +1,113 @@
+// The end of a call with split-KV: partial results become rows, and tokens that no engine computes
+// are written.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_
+
+#include "cuda/attention/split.cuh"
+#include "cuda/attention/warp.cuh"
+
+namespace flashxla::attention {
+
+// Writes a token that no engine computes: out 0, LSE -inf or the sink. One warp per token.
+__device__ inline void StoreIdle(const Problem& p, int token, bool in_sequence) {
+  const int lane = threadIdx.x & 31;
+  const int size = p.out_dtype == FLASHXLA_F32 ? 4 : 2;
+  char* row = p.out.data + token * p.out.stride_token * size;
+  const int64_t stride = p.out.stride_head * size;
+  const int vectors = p.v_head_size * size / 16;
+  const bool aligned = p.out.stride_dim == 1 && p.v_head_size * size % 16 == 0 &&
+                       stride % 16 == 0 && reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  for (int head = 0; head < p.num_heads; ++head) {
+    if (aligned) {
+      for (int i = lane; i < vectors; i += 32) {
+        reinterpret_cast<uint4*>(row + head * stride)[i] = make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      for (int d = lane; d < p.v_head_size; d += 32) p.StoreOut(token, head, d, 0.f);
+    }
+    if (lane == 0) p.StoreLse(token, head, in_sequence ? p.Sink(head) : -INFINITY);
+  }
+}
+
+// Combines the partial results of a row of the q tile that begins in `block` and continues in the
+// next ones. A warp computes a row. Reads past L1, where another block's results may be missing.
+// kAhead: the parts whose values are fetched together, before they are used.
+template <int kDims, int kAhead>
+__device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, int kv_head,
+                           int block, const SplitTile& tile, int row) {
+  const int lane = threadIdx.x & 31;
+  const int r = tile.first_row + row, num_parts = tile.num_parts;
+  auto part = [&](int n) { return workspace.partial(kv_head, block + n, n == 0 && tile.back); };
+  constexpr int kEach = kDims / 32;  // dims of a lane
+  float ahead[kAhead][kEach];
+  auto fetch = [&](int from) {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const float* values = part(min(from + n, num_parts - 1)) + row * kDims + lane;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) ahead[n][i] = __ldcg(values + i * 32);
+    }
+  };
+  fetch(0);
+  float row_max = -INFINITY, row_sum = 0.f, out[kEach] = {};
+#pragma unroll 1
+  for (int base = 0; base < num_parts; base += 32) {
+    // Lane n handles part base + n.
+    const int count = min(num_parts - base, 32);
+    float part_max = -INFINITY, part_sum = 0.f;
+    if (lane < count) {
+      part_max = __ldcg(part(base + lane) + workspace.shape.row_max() + row);
+      part_sum = __ldcg(part(base + lane) + workspace.shape.row_sum() + row);
+    }
+    float new_max = part_max;
+    for (int step = 16; step > 0; step /= 2) {
+      new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
+    }
+    new_max = fmaxf(new_max, row_max);
+    const float shift = new_max == -INFINITY ? 0.f : new_max;
+    const float old_factor = exp2f(row_max - shift);
+    const float factor = exp2f(part_max - shift);  // 0 where there is no part
+    row_max = new_max;
+    part_sum *= factor;
+    for (int step = 16; step > 0; step /= 2) part_sum += __shfl_xor_sync(kAllLanes, part_sum, step);
+    row_sum = row_sum * old_factor + part_sum;
+    for (float& x : out) x *= old_factor;
+#pragma unroll 1
+    for (int n0 = 0; n0 < count; n0 += kAhead) {
+      float now[kAhead][kEach];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) now[n][i] = ahead[n][i];
+      }
+      if (base + n0 + kAhead < num_parts) fetch(base + n0 + kAhead);
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        const float f = __shfl_sync(kAllLanes, factor, n0 + n);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) out[i] += f == 0.f ? 0.f : now[n][i] * f;
+      }
+    }
+  }
+  const int token = tile.first_query + r / p.group_size;
+  const int head = kv_head * p.group_size + r % p.group_size;
+  const float2 end = FinishRow(row_max, row_sum, p.Sink(head));
+  const float whole = end.x * p.ValueScale(tile.index, kv_head);
+  if (lane == 0) p.StoreLse(token, head, end.y);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (i * 32 + lane < p.v_head_size) p.StoreOut(token, head, i * 32 + lane, out[i] * whole);
+  }
+}
+
+// Writes the tokens that no engine computes: every `count`th, from token `first` on.
+__device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
+  for (int token = first; token < p.num_tokens; token += count) {
+    const int sequence = p.plan.token_sequence[token];
+    if (sequence < 0) StoreIdle(p, token, IsKeyless(sequence));
+  }
+}
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_

@@ -1,0 +1,208 @@
+// swap: sequences with few queries (decode), by split-KV, on Hopper's tensor cores. Keys are the
+// rows of the products, queries the columns ("swap AB"). A producer warp fills the stages by TMA, a
+// warpgroup computes.
+#include <atomic>
+#include <random>
+#include <type_traits>
+
+#include "common/tensor_view.h"
+#include "cuda/attention/engines.h"
+#include "cuda/attention/swap_combine.cuh"
+#include "cuda/attention/swap_tile.cuh"
+#include "cuda/attention/tensor_map.h"
+
+namespace flashxla::attention {
+namespace {
+
+#if defined(FLASHXLA_HOPPER)
+
+// Computes the rest of the current q tile of `at`, as far as it is this block's. Each warpgroup has
+// kRows rows.
+template <typename S, int kRows>
+__device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
+                            const SplitWorkspace& workspace, const FewBlock& block, int kv_head,
+                            int warp, Cursor& at, int& stage, uint32_t& parity) {
+  SwapTile<S, kRows> tile(shared, warp, at);
+  const bool idle = tile.first_row >= at.sequence.num_queries * w.p.group_size;
+  if (!idle) tile.Begin(w, at, kv_head);
+  const int segment = at.step, segment_end = min(at.tile_end, at.end);
+#pragma unroll 1
+  for (int key = at.first_key(); at.step < segment_end; ++at.step, key += kFewKvTileKeys) {
+    WaitBarrier(shared.full(stage), parity);
+    if (!idle) tile.Step(w.p, stage, key);
+    if (threadIdx.x % 32 == 0) Arrive(shared.empty(stage));
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+  if (idle) return;
+  tile.End();
+  if (segment == at.tile_start && segment_end == at.tile_end) {
+    tile.Store(w.p, at, kv_head);
+  } else {
+    const bool back = segment != block.begin;
+    tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
+    // The last part needs no flag: its own block combines.
+    if (S::kCombines && segment_end < at.tile_end) {
+      SetFlag(workspace.flag(kv_head, blockIdx.y, back), w.tag);
+    }
+  }
+}
+
+template <typename S>
+__device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
+                            const SplitWorkspace& workspace, const FewBlock& block, int kv_head,
+                            int warp) {
+  Cursor at(block);
+  SplitTile ended = {};
+  if constexpr (S::kCombines) ended = at.Ended(w.p, blockIdx.y);
+  int stage = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  while (true) {  // q tiles
+    const int segment = at.step;
+    const int rows = at.sequence.num_queries * w.p.group_size - at.first_row;
+    auto compute = [&](auto count) {
+      ComputeTile<S, decltype(count)::value>(w, shared, workspace, block, kv_head, warp, at, stage,
+                                             parity);
+    };
+    if (rows <= 8 * S::kGroups) {
+      compute(std::integral_constant<int, 8>{});
+    } else if constexpr (S::kGroups == 1) {
+      compute(std::integral_constant<int, S::kGroupRows>{});
+    } else if (rows <= 32) {
+      compute(std::integral_constant<int, 16>{});
+    } else {
+      rows <= 64 ? compute(std::integral_constant<int, 32>{})
+                 : compute(std::integral_constant<int, S::kGroupRows>{});
+    }
+    if (at.step == at.end) {
+      if constexpr (S::kCombines) {
+        constexpr int kDims = S::kDims;
+        if (ended.num_parts > 0) CombineParts<kDims>(w, workspace, kv_head, warp, ended);
+      } else if (threadIdx.x == 0) {
+        workspace.tile(kv_head, blockIdx.y) = at.Begun(w.p, blockIdx.y, segment, block.begin);
+      }
+      return;
+    }
+    --at.step;
+    at.Next(w.p);
+  }
+}
+
+#endif  // FLASHXLA_HOPPER
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
+    SwapKernel(const __grid_constant__ SwapProblem w, const SplitWorkspace workspace) {
+#if defined(FLASHXLA_HOPPER)
+  extern __shared__ char dynamic[];
+  const SwapShared<S> shared(dynamic);
+  const int kv_head = blockIdx.x;
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
+  TriggerNext();
+  if (threadIdx.x == 0) {
+    PrefetchMap(&w.k), PrefetchMap(&w.v);
+    shared.InitBarriers();
+  }
+  __syncthreads();
+  WaitForPrevious();
+  const FewBlock block = w.p.plan.few_blocks[blockIdx.y];
+  if (S::kCombines && warp == S::kConsumerWarps) {
+    StoreIdleTokens(w.p, blockIdx.y * gridDim.x + kv_head, gridDim.x * gridDim.y);
+  }
+  if (block.begin >= block.end) {
+    if (threadIdx.x == 0) workspace.tile(kv_head, blockIdx.y).num_parts = 0;
+  } else if (warp >= S::kConsumerWarps) {
+    if constexpr (S::kMoveRegisters) LowerRegisters<56>();
+    if (warp == S::kConsumerWarps) SwapProduce(w, shared, block, kv_head);
+  } else {
+    if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
+    SwapConsume(w, shared, workspace, block, kv_head, warp);
+  }
+#endif
+}
+
+const char* WhyNotSwap(const Facts& facts) {
+  const Problem& p = facts.problem;
+  if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
+  if (!LoadedImage().hopper) return WhyNoHopper();
+  if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
+  return WhyNoCacheBoxes(p);
+}
+
+// Calls body(Type<SwapShape>) with the shape that serves a call.
+template <typename Body>
+void WithShape(const Problem& p, Body&& body) {
+  auto with_rows = [&](auto product, auto out, auto dims, auto fp8) {
+    using Product = typename decltype(product)::type;
+    using Out = typename decltype(out)::type;
+    constexpr int kDims = decltype(dims)::value;
+    constexpr bool kFp8 = decltype(fp8)::value;
+    if (p.few_q_tile_rows == kSplitQTileRows) {
+      body(Type<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows>>{});
+    } else {
+      body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows>>{});
+    }
+  };
+  auto with_dims = [&](auto out) {
+    if (IsFp8(p.kv_dtype)) {
+      const Type<__half> product;
+      if (p.head_size <= 128) {
+        return with_rows(product, out, std::integral_constant<int, 128>{}, std::true_type{});
+      }
+      return with_rows(product, out, std::integral_constant<int, 256>{}, std::true_type{});
+    }
+    const std::false_type fp8;
+    if (p.head_size <= 64) return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
+    if (p.head_size <= 128) return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);
+    with_rows(out, out, std::integral_constant<int, 256>{}, fp8);
+  };
+  p.out_dtype == FLASHXLA_F16 ? with_dims(Type<__half>{}) : with_dims(Type<__nv_bfloat16>{});
+}
+
+// A number that no other call has: see swap_combine.cuh.
+uint64_t NewTag() {
+  static const uint64_t seed = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  static std::atomic<uint64_t> calls{0};
+  uint64_t x = seed + (calls.fetch_add(1) + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return x != 0 ? x : 1;
+}
+
+flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t stream) {
+  SwapProblem w = {};
+  w.p = p;
+  w.box_keys = KeysOfBox(p, kFewKvTileKeys);
+  w.tag = NewTag();
+  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.q.stride_dim == 1 && p.head_size % 8 == 0 &&
+                p.q.stride_head % 8 == 0 && p.q.stride_token % 8 == 0 &&
+                reinterpret_cast<uintptr_t>(p.q.data) % 16 == 0;
+  const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
+  if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
+      !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
+    return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of k or v");
+  }
+  WithShape(p, [&](auto shape) {
+    using S = typename decltype(shape)::type;
+    auto* kernel = SwapKernel<S>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), S::kThreads, S::kBytes, stream,
+                    w, SplitWorkspace(p, workspace));
+  });
+  return FLASHXLA_OK;
+}
+
+}  // namespace
+
+const Engine kSwapEngine = {"swap",
+                            "Hopper's tensor cores (wgmma, TMA), split-KV",
+                            kFew,
+                            WhyNotSwap,
+                            SplitWorkspaceBytes,
+                            LaunchSwap};
+
+}  // namespace flashxla::attention

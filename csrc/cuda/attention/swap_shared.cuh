@@ -1,0 +1,225 @@
+// What swap's warps share: the stages in shared memory, what is kept of each row, and the producer
+// warp that fills the stages by TMA.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_SHARED_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_SHARED_CUH_
+
+#include <algorithm>
+
+#include "cuda/attention/hopper.cuh"
+#include "cuda/attention/mma.cuh"
+#include "cuda/attention/split.cuh"
+#include "cuda/attention/warp.cuh"
+
+namespace flashxla::attention {
+
+constexpr int kSwapGroupWarps = kWarpgroupThreads / 32;
+
+struct SwapProblem {
+  CUtensorMap k, v;
+  Problem p;
+  int box_keys;    // keys per TMA box, which lies in one page
+  bool q_vectors;  // queries can be read in vectors of 16 bytes
+  uint64_t tag;    // what a flag of the workspace says in this call
+};
+
+// What is kept of the rows that a warpgroup has of a q tile.
+template <int kRows>
+struct SwapRows {
+  int64_t diagonal[kRows];              // position of the row among the keys
+  KeyRange keys[kRows];                 // that the row sees
+  float slope[kRows];                   // ALiBi
+  float power[kRows];                   // of two, by which the queries were divided
+  float row_max[kRows], factor[kRows];  // at the end
+  float exchange[kSwapGroupWarps][kRows];
+};
+
+// Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
+// for bf16 queries with fp8 keys: fp8 is widened to f16.
+//
+// In shared memory keys, values and queries lie in blocks of columns, i.e. rows of 128 bytes with
+// TMA's swizzle. The weights, i.e. the keys' shares in the output, are [rows, keys].
+template <typename ProductType, typename OutType, int kHeadDims, bool kIsFp8, int kMostRows>
+struct SwapShape {
+  using Product = ProductType;
+  using Out = OutType;
+  static constexpr int kDims = kHeadDims;
+  static constexpr bool kFp8 = kIsFp8;
+  static constexpr int kMaxRows = kMostRows;  // of a q tile
+  // Many rows are shared by two warpgroups, so that they read keys from memory once.
+  static constexpr int kGroups = kMaxRows > 64 ? 2 : 1;
+  static constexpr int kGroupRows = kMaxRows / kGroups;
+  static constexpr int kConsumerWarps = kGroups * kSwapGroupWarps;
+  // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
+  static constexpr bool kMoveRegisters = kGroups > 1;
+  // Blocks combine the partial results of few rows themselves; for many there is combine.cu.
+  static constexpr bool kCombines = kGroups == 1;
+  static constexpr int kThreads = 32 * (kConsumerWarps + (kMoveRegisters ? kSwapGroupWarps : 1));
+  static constexpr int kRowBytes = 128;
+  static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
+  static constexpr int kBlocks = kDims / kBlockDims;
+  static constexpr int kBlockBytes = kFewKvTileKeys * kRowBytes;
+  static constexpr int kHalfBytes = kBlocks * kBlockBytes;  // the keys of a stage, or the values
+  static constexpr int kStageBytes = 2 * kHalfBytes;
+  static constexpr int kQueryBytes = kGroupRows * kDims * 2;  // of a warpgroup
+  static constexpr int kWeightBytes = kGroupRows * kRowBytes;
+  using Rows = SwapRows<kGroupRows>;
+  static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
+  static constexpr int kMaxStages = 6;
+  // A barrier for "full", one for "empty", and a mask for each stage; 1 KB to align the stages.
+  static constexpr int kFixedBytes =
+      1024 + kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 3 * 8 * kMaxStages;
+  static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
+  static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
+  static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
+  static_assert(kStages >= 2);
+};
+
+#if defined(FLASHXLA_HOPPER)
+
+template <typename S>
+struct SwapShared {
+  char* base;
+  uint32_t address;
+
+  __device__ explicit SwapShared(char* shared) {
+    address = (SharedAddress(shared) + 1023) / 1024 * 1024;
+    base = shared + (address - SharedAddress(shared));
+  }
+  // Keys, then values.
+  __device__ uint32_t stage(int i) const { return address + i * S::kStageBytes; }
+  __device__ char* stage_data(int i) const { return base + i * S::kStageBytes; }
+  __device__ uint32_t queries(int group) const {
+    return stage(S::kStages) + group * S::kQueryBytes;
+  }
+  __device__ uint32_t weights(int group) const {
+    return queries(S::kGroups) + group * S::kWeightBytes;
+  }
+  __device__ typename S::Rows& rows(int group) const {
+    char* first = base + (weights(S::kGroups) - address);
+    return reinterpret_cast<typename S::Rows*>(first)[group];
+  }
+  // Which keys of a stage exist and are not left padding.
+  __device__ uint64_t& mask(int i) const {
+    return reinterpret_cast<uint64_t*>(&rows(S::kGroups))[i];
+  }
+  __device__ uint32_t full(int i) const {
+    return weights(S::kGroups) + S::kGroups * int{sizeof(typename S::Rows)} + 8 * (S::kStages + i);
+  }
+  __device__ uint32_t empty(int i) const { return full(S::kStages + i); }
+
+  __device__ void InitBarriers() const {
+    for (int i = 0; i < S::kStages; ++i) {
+      InitBarrier(full(i), 1);
+      InitBarrier(empty(i), S::kConsumerWarps);
+    }
+    FenceProxy();
+  }
+};
+
+// The boxes of the next steps of a q tile, a lane each: where they lie. Find only starts to load
+// the block table's entries; it is called ahead, to hide the latency.
+struct SwapBoxes {
+  int steps;  // how many
+  int block, token;
+  bool inside;     // the box has a key of the sequence
+  int first_key;   // of the first step
+  int first, end;  // the keys of the sequence that exist and are not left padding
+
+  __device__ static SwapBoxes Find(const SwapProblem& w, const Cursor& at) {
+    const Problem& p = w.p;
+    const PlannedSequence& s = at.sequence;
+    const int lane = threadIdx.x & 31;
+    SwapBoxes boxes;
+    boxes.steps = min(w.box_keys / 2, min(at.tile_end, at.end) - at.step);
+    boxes.first_key = at.first_key();
+    boxes.first = s.first_key, boxes.end = s.num_keys;
+    const int j = boxes.first_key + lane * w.box_keys;
+    boxes.inside = j < s.num_keys && lane * w.box_keys < boxes.steps * kFewKvTileKeys;
+    boxes.token = s.key_row + j;
+    boxes.block = 0;
+    if (p.block_table.data != nullptr) {
+      const int page = p.block_shift >= 0 ? j >> p.block_shift : j / p.block_table.block_size;
+      boxes.token = j - page * p.block_table.block_size;
+      if (boxes.inside) boxes.block = Entry(p.block_table, at.index, page);
+    }
+    return boxes;
+  }
+
+  // A box that is not there lies outside the cache from now on, and so becomes zeros. Returns the
+  // lanes of those that only an unsound entry of the block table keeps away. All lanes must call
+  // it.
+  __device__ unsigned Resolve(const SwapProblem& w) {
+    const bool there = inside && IsSound(w.p.block_table, block);
+    const unsigned unsound = __ballot_sync(kAllLanes, inside && !there);
+    if (!there) block = w.p.block_table.num_blocks, token = 0;
+    return unsound;
+  }
+
+  // Which keys of a step are there. unsound: its boxes that are not.
+  __device__ uint64_t MaskOf(const SwapProblem& w, int step, unsigned unsound) const {
+    const int key = first_key + step * kFewKvTileKeys;
+    const int low = max(first - key, 0), high = min(end - key, kFewKvTileKeys);
+    uint64_t mask = low < high ? ~uint64_t{0} >> (64 - (high - low)) << low : 0;
+    for (; unsound != 0; unsound &= unsound - 1) {
+      mask &= ~(~uint64_t{0} >> (64 - w.box_keys) << (__ffs(unsound) - 1) * w.box_keys);
+    }
+    return mask;
+  }
+};
+
+// The producer warp: fills the stages with the keys and values of the block's steps.
+template <typename S>
+__device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
+                            const FewBlock& block, int kv_head) {
+  const int lane = threadIdx.x & 31;
+  const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
+  Cursor load(block);
+  auto find = [&] {
+    const SwapBoxes found = SwapBoxes::Find(w, load);
+    load.step += found.steps - 1;
+    load.Next(w.p);
+    return found;
+  };
+  SwapBoxes next = find();
+  int stage = 0;
+  uint32_t parity = 1;
+#pragma unroll 1
+  for (bool more = true; more;) {
+    SwapBoxes now = next;
+    more = load.step < load.end;
+    if (more) next = find();
+    const unsigned unsound = now.Resolve(w);
+#pragma unroll 1
+    for (int step = 0; step < now.steps; ++step) {
+      const int first_box = step * boxes;
+      const uint32_t barrier = shared.full(stage);
+      WaitBarrier(shared.empty(stage), parity);
+      if (lane == 0) {
+        const unsigned unsound_here = unsound >> first_box & (1u << boxes) - 1;
+        shared.mask(stage) = now.MaskOf(w, step, unsound_here);
+        ArriveExpecting(barrier, S::kStageBytes);
+      }
+#pragma unroll 1
+      for (int box = 0; box < boxes; ++box) {
+        const int token = __shfl_sync(kAllLanes, now.token, first_box + box);
+        const int page = __shfl_sync(kAllLanes, now.block, first_box + box);
+        if (lane != 0) continue;
+        const uint32_t to = shared.stage(stage) + box * w.box_keys * S::kRowBytes;
+#pragma unroll
+        for (int column = 0; column < S::kBlocks; ++column) {
+          const uint32_t place = to + column * S::kBlockBytes;
+          LoadBox4(place, &w.k, barrier, column * S::kBlockDims, kv_head, token, page);
+          LoadBox4(place + S::kHalfBytes, &w.v, barrier, column * S::kBlockDims, kv_head, token,
+                   page);
+        }
+      }
+      if (++stage == S::kStages) stage = 0, parity ^= 1;
+    }
+  }
+}
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_SHARED_CUH_

@@ -1,0 +1,488 @@
+// A warpgroup's share of a q tile of swap: scores, softmax and output of up to 64 rows.
+//
+// Keys are the rows of the products and queries the columns: S^T = K Q^T, O^T = V^T P^T. So few
+// queries leave no part of a matrix instruction empty, and keys and values go from shared memory
+// straight to the tensor cores.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_TILE_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_TILE_CUH_
+
+#include "cuda/attention/shared_product.cuh"
+#include "cuda/attention/swap_fp8.cuh"
+#include "cuda/attention/swap_shared.cuh"
+
+namespace flashxla::attention {
+
+#if defined(FLASHXLA_HOPPER)
+
+__device__ inline int SwapBarrier(int group) { return 1 + group; }  // named, of the warpgroup
+
+// Whether x holds in any thread of the warpgroup, which it also synchronizes.
+__device__ inline bool AnyOfWarpgroup(int group, bool x) {
+  int any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.b32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(int{x}), "r"(SwapBarrier(group)), "n"(kWarpgroupThreads)
+      : "memory");
+  return any;
+}
+
+// The largest value, or the sum, of the 8 lanes with the same lane % 4.
+__device__ inline float MaxOfColumn(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+__device__ inline float SumOfColumn(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+// Stores 8x8 matrices turned: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void StoreTurned(uint32_t address, const uint32_t (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(r[0]), "r"(r[1])
+               : "memory");
+}
+
+// The descriptor (MatrixDescriptor) of an operand `bytes` after the one of `descriptor`. The
+// address is in its low half, and does not overflow.
+__device__ inline uint64_t After(uint64_t descriptor, int bytes) {
+  const auto low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+  return descriptor >> 32 << 32 | low;
+}
+
+// S: the SwapShape. A thread has kRows / 4 rows, of which it sees the keys lane / 4 and
+// lane / 4 + 8 of its warp's 16, and the same places among the dims of the output.
+template <typename S, int kRows>
+struct SwapTile {
+  using T = typename S::Product;
+  static constexpr int kOwn = kRows / 4;
+  static constexpr int kOutTiles = S::kDims / 64;
+  // A row's scores are relative to its base, which follows its largest score only if that exceeds
+  // it by this much (log2). So the sums are rarely rescaled.
+  static constexpr float kSlack = 8.f;
+
+  const SwapShared<S>& shared;
+  typename S::Rows& rows;
+  const int group, warp, lane;      // warp: in the warpgroup
+  int first_row;                    // of this warpgroup
+  float out[kOutTiles][kRows / 2];  // not normalized yet
+  float limit[kOwn];                // base + kSlack; -inf as long as the row has seen no key
+  float sum[kOwn];                  // this thread's share
+  float scale;                      // factor of the dot products; includes log2(e) if plain
+  int begin_all, end_all;           // keys that all rows see
+  bool plain;                       // no softcap, no ALiBi
+
+  // The rows of the q tile of `at` that group `group` has, kRows of them.
+  __device__ SwapTile(const SwapShared<S>& s, int warp_index, const Cursor& at)
+      : shared(s),
+        rows(s.rows(warp_index / kSwapGroupWarps)),
+        group(warp_index / kSwapGroupWarps),
+        warp(warp_index % kSwapGroupWarps),
+        lane(threadIdx.x & 31),
+        first_row(at.first_row + group * kRows) {}
+
+  // The row of own row i: element e of the accumulators belongs to own row e / 4 * 2 + e % 2.
+  __device__ int RowOf(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  static constexpr int OwnOf(int e) { return e / 4 * 2 + e % 2; }
+
+  __device__ int thread() const { return threadIdx.x % kWarpgroupThreads; }
+  __device__ void SyncGroup() const { SyncNamed(SwapBarrier(group), kWarpgroupThreads); }
+
+  // Starts the rows.
+  __device__ void Begin(const SwapProblem& w, const Cursor& at, int kv_head) {
+    const Problem& p = w.p;
+    const Sequence& s = at.sequence;
+    const int num_rows = s.num_queries * p.group_size;
+    LoadQueries(w, at, kv_head);
+    plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
+    const int last_row = min(first_row + kRows, num_rows) - 1;
+    begin_all = p.Visible(s, last_row / p.group_size).begin;
+    end_all = p.Visible(s, first_row / p.group_size).end;
+    if (thread() < kRows) {
+      const int i = thread(), row = first_row + i;
+      const int query = row / p.group_size, head = kv_head * p.group_size + row % p.group_size;
+      const bool exists = row < num_rows;
+      rows.keys[i] = exists ? p.Visible(s, query) : KeyRange{0, 0};
+      rows.slope[i] = exists ? p.alibi_slopes.at(at.index, head, 0.f) : 0.f;
+      rows.diagonal[i] = int64_t{query} + s.length - s.num_queries;
+    }
+    FenceProxy();
+    SyncGroup();
+    scale = p.ScoreScale(at.index, kv_head) * (plain ? kLog2e : 1.f);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) limit[i] = -INFINITY, sum[i] = 0.f;
+#pragma unroll
+    for (auto& tile : out) {
+#pragma unroll
+      for (float& x : tile) x = 0.f;
+    }
+  }
+
+  // Takes the step of 64 keys from `first` on, which are in `stage`. mask: which of them exist.
+  __device__ void Step(const Problem& p, int stage, int first) {
+    const uint64_t mask = shared.mask(stage);
+    if (mask != ~uint64_t{0}) ZeroValues(mask, stage);
+    const uint32_t keys = shared.stage(stage), values = keys + S::kHalfBytes;
+    const uint64_t weights = MatrixDescriptor(shared.weights(group), 0);
+    const uint64_t queries = MatrixDescriptor(shared.queries(group), 0);
+    const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
+    float score[kRows / 2];
+    uint32_t wide_values[S::kFp8 ? kOutTiles : 1][4][4];
+    constexpr bool kWidenEarly = kRows <= 16;  // while the scores are computed; else registers lack
+    auto widen_values = [&] {
+      if constexpr (S::kFp8) {
+        e5m2 ? WidenValues<true, S::kDims>(values, warp, wide_values)
+             : WidenValues<false, S::kDims>(values, warp, wide_values);
+      }
+    };
+    if constexpr (S::kFp8) {
+      uint32_t wide_keys[S::kDims / 16][4];
+      e5m2 ? WidenKeys<true, S::kDims>(keys, warp, wide_keys)
+           : WidenKeys<false, S::kDims>(keys, warp, wide_keys);
+      FenceMatrix();
+#pragma unroll
+      for (int k = 0; k < S::kDims / 16; ++k) {
+        RegisterProduct<kRows>::Start(score, wide_keys[k], After(queries, QueryOffset(k)), k > 0);
+      }
+      CommitMatrix();
+      if constexpr (kWidenEarly) widen_values();
+    } else {
+      const uint64_t descriptor = MatrixDescriptor(keys, 0);
+      FenceMatrix();
+#pragma unroll
+      for (int k = 0; k < S::kDims / 16; ++k) {
+        SharedProduct<T, kRows>::template Start<false, false>(
+            score, After(descriptor, k / 4 * S::kBlockBytes + k % 4 * 32),
+            After(queries, QueryOffset(k)), k > 0);
+      }
+      CommitMatrix();
+    }
+    WaitMatrix<0>();
+    Pin(score);
+    Weigh(p, score, first, mask);
+    StoreWeights(score);
+    if constexpr (!kWidenEarly) widen_values();
+    FenceProxy();
+    SyncGroup();
+    const uint64_t descriptor = MatrixDescriptor(values, 0);
+    FenceMatrix();
+#pragma unroll
+    for (int tile = 0; tile < kOutTiles; ++tile) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint64_t part = After(weights, k * 32);
+        if constexpr (S::kFp8) {
+          RegisterProduct<kRows>::Start(out[tile], wide_values[tile][k], part, true);
+        } else {
+          SharedProduct<T, kRows>::template Start<true, false>(
+              out[tile], After(descriptor, tile * S::kBlockBytes + k * 16 * S::kRowBytes), part,
+              true);
+        }
+      }
+    }
+    CommitMatrix();
+    WaitMatrix<0>();
+#pragma unroll
+    for (auto& tile : out) Pin(tile);
+  }
+
+  // Ends the softmax: the rows' sums and largest scores are known to the warpgroup then.
+  __device__ void End() {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float x = SumOfColumn(sum[i]);
+      if (lane >= 4) continue;
+      rows.exchange[warp][RowOf(i)] = x;
+      if (warp == 0) rows.row_max[RowOf(i)] = row_max(i);
+    }
+    SyncGroup();
+  }
+
+  // Writes the rows, after End.
+  __device__ void Store(const Problem& p, const Cursor& at, int kv_head) const {
+    if (thread() < RowsOf(p, at)) {
+      const int row = first_row + thread();
+      const int head = kv_head * p.group_size + row % p.group_size;
+      const float2 end = FinishRow(rows.row_max[thread()], SumOf(thread()), p.Sink(head));
+      rows.factor[thread()] = end.x * p.ValueScale(at.index, kv_head);
+      p.StoreLse(at.sequence.first_query + row / p.group_size, head, end.y);
+    }
+    SyncGroup();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (RowOf(i) >= RowsOf(p, at)) continue;
+      const int row = first_row + RowOf(i);
+      const int token = at.sequence.first_query + row / p.group_size;
+      const int head = kv_head * p.group_size + row % p.group_size;
+      const float factor = rows.factor[RowOf(i)];
+      auto* to = reinterpret_cast<typename S::Out*>(p.out.data) + token * p.out.stride_token +
+                 head * p.out.stride_head;
+      ForEachDim(i, [&](int d, float x) {
+        if (d < p.head_size) to[d * p.out.stride_dim] = static_cast<typename S::Out>(x * factor);
+      });
+    }
+  }
+
+  // Writes a partial result, after End.
+  __device__ void StorePartial(const Problem& p, const Cursor& at, const PartialShape& shape,
+                               float* partial) const {
+    if (thread() < RowsOf(p, at)) {
+      partial[shape.row_max() + group * kRows + thread()] = rows.row_max[thread()];
+      partial[shape.row_sum() + group * kRows + thread()] = SumOf(thread());
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (RowOf(i) >= RowsOf(p, at)) continue;
+      float* to = partial + (group * kRows + RowOf(i)) * shape.dims;
+      ForEachDim(i, [&](int d, float x) { to[d] = x; });
+    }
+  }
+
+ private:
+  __device__ float row_max(int i) const { return limit[i] - kSlack; }
+  __device__ float BaseOf(int i) const { return limit[i] == -INFINITY ? 0.f : limit[i] - kSlack; }
+
+  // How many rows there are, at most kRows.
+  __device__ int RowsOf(const Problem& p, const Cursor& at) const {
+    return min(at.sequence.num_queries * p.group_size - first_row, kRows);
+  }
+  __device__ float SumOf(int row) const {
+    float x = 0.f;
+#pragma unroll
+    for (int w = 0; w < kSwapGroupWarps; ++w) x += rows.exchange[w][row];
+    return x;
+  }
+
+  template <typename Body>
+  __device__ void ForEachDim(int i, Body&& body) const {
+#pragma unroll
+    for (int tile = 0; tile < kOutTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int d = S::kFp8 ? SwapValueDim(tile, warp, lane / 4, half)
+                              : tile * 64 + warp * 16 + lane / 4 + half * 8;
+        body(d, out[tile][i / 2 * 4 + half * 2 + i % 2]);
+      }
+    }
+  }
+
+  // Of dims [16 k, 16 k + 16) of the queries.
+  static constexpr int QueryOffset(int k) { return k / 4 * kRows * S::kRowBytes + k % 4 * 32; }
+
+  // Brings the queries into shared memory; rows and dims that do not exist are 0. With fp8 keys,
+  // bf16 queries become f16, each row divided by a power of two that brings it near 1.
+  __device__ void LoadQueries(const SwapProblem& w, const Cursor& at, int kv_head) const {
+    constexpr int kChunks = S::kDims / 8;  // of 8 dims
+    const Problem& p = w.p;
+    const int num_rows = at.sequence.num_queries * p.group_size;
+#pragma unroll 1
+    for (int i = thread(); i < kRows * kChunks; i += kWarpgroupThreads) {
+      const int row = i / kChunks, d = i % kChunks * 8, place = first_row + row;
+      const int token = at.sequence.first_query + place / p.group_size;
+      const int head = kv_head * p.group_size + place % p.group_size;
+      uint32_t x[4] = {};
+      if (place < num_rows) {
+        const int64_t offset = token * p.q.stride_token + head * p.q.stride_head;
+        if (w.q_vectors) {
+          if (d < p.head_size) {
+            const uint4 y = *reinterpret_cast<const uint4*>(p.q.data + (offset + d) * 2);
+            x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+          }
+        } else {
+          LoadElements(p, offset, d, x);
+        }
+      }
+      const uint32_t block = shared.queries(group) + d / 64 * kRows * S::kRowBytes;
+      if constexpr (S::kFp8) {
+        if constexpr (!std::is_same_v<T, typename S::Out>) {
+          const float power = Rescale<kChunks>(x);
+          if (d == 0) rows.power[row] = power;
+        } else if (d == 0) {
+          rows.power[row] = 1.f;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(block + SwapQueryOffset(row, d + 2 * n)),
+                       "r"(x[n])
+                       : "memory");
+        }
+      } else {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(block + row * S::kRowBytes +
+                                                                      (d / 8 % 8 ^ row % 8) * 16),
+                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                     : "memory");
+      }
+    }
+  }
+
+  // Converts a row's bf16 queries to f16; kLanes neighbouring lanes have the row. Returns the power
+  // of two that it was divided by.
+  template <int kLanes>
+  __device__ static float Rescale(uint32_t (&x)[4]) {
+    auto pair = [&](int n) {
+      return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x[n]));
+    };
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      largest = fmaxf(largest, fmaxf(fabsf(pair(n).x), fabsf(pair(n).y)));
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+    }
+    // The largest power of two that is not above `largest`, clamped so that it has an inverse. NaN
+    // and infinity stay what they are.
+    const float power =
+        __uint_as_float(min(max(__float_as_uint(largest) & 0x7f800000u, 0x01000000u), 0x7e000000u));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) x[n] = Pack<__half>(pair(n).x / power, pair(n).y / power);
+    return power;
+  }
+
+  // Eight elements of a row with any strides and dtype. Not inlined, to keep the usual case short.
+  __device__ __noinline__ static void LoadElements(const Problem& p, int64_t offset, int d,
+                                                   uint32_t (&x)[4]) {
+    auto at = [&](int i) {
+      return i < p.head_size ? LoadFloat(p.q.data, offset + i * p.q.stride_dim, p.q_dtype) : 0.f;
+    };
+    for (int n = 0; n < 4; ++n) {
+      x[n] = Pack<typename S::Out>(at(d + 2 * n), at(d + 2 * n + 1));
+    }
+  }
+
+  // Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0.
+  // Two warpgroups both write the same zeros, so that neither waits for the other.
+  __device__ void ZeroValues(uint64_t mask, int stage) const {
+    char* values = shared.stage_data(stage) + S::kHalfBytes;
+    constexpr int kChunks = S::kRowBytes / 16;
+#pragma unroll 1
+    for (int i = thread(); i < S::kBlocks * kFewKvTileKeys * kChunks; i += kWarpgroupThreads) {
+      if ((mask >> (i / kChunks % kFewKvTileKeys)) & 1) continue;
+      reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
+    }
+    FenceProxy();
+    SyncGroup();
+  }
+
+  // Turns dot products into weights, i.e. 2^(score - base), and adds these to the sums.
+  __device__ void Weigh(const Problem& p, float (&score)[kRows / 2], int first, uint64_t mask) {
+    const bool masked =
+        mask != ~uint64_t{0} || first < begin_all || first + kFewKvTileKeys > end_all;
+    const int key_row = warp * 16 + (S::kFp8 ? SwapKey(lane / 4) : lane / 4);
+#pragma unroll
+    for (int e = 0; e < kRows / 2; ++e) {
+      score[e] *= S::kFp8 ? scale * rows.power[RowOf(OwnOf(e))] : scale;
+    }
+    if constexpr (kRows <= 16) {
+      if (!plain || masked) Adjust(p, rows, plain, masked, first, key_row, mask, score);
+    } else if (!plain || masked) {
+      float adjusted[kRows / 2];  // a copy, so that `score` itself stays in registers
+#pragma unroll
+      for (int e = 0; e < kRows / 2; ++e) adjusted[e] = score[e];
+      AdjustOutOfLine(p, rows, plain, masked, first, key_row, mask, adjusted);
+#pragma unroll
+      for (int e = 0; e < kRows / 2; ++e) score[e] = adjusted[e];
+    }
+    bool exceeds = false;
+#pragma unroll
+    for (int e = 0; e < kRows / 2; ++e) exceeds |= score[e] > limit[OwnOf(e)];
+    if (__builtin_expect(AnyOfWarpgroup(group, exceeds), false)) RaiseBases(score);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float base = BaseOf(i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& x = score[i / 2 * 4 + half * 2 + i % 2];
+        x = Exp2(x - base);
+        sum[i] += x;
+      }
+    }
+  }
+
+  // Softcap, ALiBi and masks.
+  __device__ static void Adjust(const Problem& p, const typename S::Rows& rows, bool plain,
+                                bool masked, int first, int key_row, uint64_t mask,
+                                float (&score)[kRows / 2]) {
+    auto row_of = [](int e) { return e / 4 * 8 + threadIdx.x % 4 * 2 + e % 2; };
+    if (!plain) {
+#pragma unroll
+      for (int e = 0; e < kRows / 2; ++e) {
+        const int row = row_of(e), key = first + key_row + e / 2 % 2 * 8;
+        score[e] = ScoreOf(p, score[e], rows.slope[row], rows.diagonal[row] - key) * kLog2e;
+      }
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int e = 0; e < kRows / 2; ++e) {
+      const int column = key_row + e / 2 % 2 * 8, key = first + column;
+      const KeyRange keys = rows.keys[row_of(e)];
+      const bool seen = (mask >> column) & 1 && key >= keys.begin && key < keys.end;
+      if (!seen) score[e] = -INFINITY;
+    }
+  }
+  // For many rows, so that the usual step stays short: the code of a loop should fit into the
+  // instruction cache.
+  __device__ __noinline__ static void AdjustOutOfLine(const Problem& p,
+                                                      const typename S::Rows& rows, bool plain,
+                                                      bool masked, int first, int key_row,
+                                                      uint64_t mask, float (&score)[kRows / 2]) {
+    Adjust(p, rows, plain, masked, first, key_row, mask, score);
+  }
+
+  // As Problem::Score, without a branch: tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7.
+  __device__ static float ScoreOf(const Problem& p, float x, float slope, int64_t distance) {
+    if (p.softcap > 0.f) {
+      const float exponential = Exp2(x * (2.f * kLog2e / p.softcap));
+      x = p.softcap * (1.f - __fdividef(2.f, 1.f + exponential));
+    }
+    return x - slope * fabsf(static_cast<float>(distance));
+  }
+
+  // Makes the bases the largest scores so far.
+  __device__ void RaiseBases(const float (&score)[kRows / 2]) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int e = i / 2 * 4 + i % 2;
+      const float high = MaxOfColumn(fmaxf(score[e], score[e + 2]));
+      if (lane < 4) rows.exchange[warp][RowOf(i)] = high;
+    }
+    SyncGroup();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      float high = row_max(i);
+#pragma unroll
+      for (int other = 0; other < kSwapGroupWarps; ++other) {
+        high = fmaxf(high, rows.exchange[other][RowOf(i)]);
+      }
+      const float factor = limit[i] == -INFINITY ? 0.f : Exp2(row_max(i) - high);
+      limit[i] = high + kSlack;
+      sum[i] *= factor;
+#pragma unroll
+      for (auto& tile : out) {
+        const int e = i / 2 * 4 + i % 2;
+        tile[e] *= factor, tile[e + 2] *= factor;
+      }
+    }
+  }
+
+  // Writes the weights as [rows, keys].
+  __device__ void StoreWeights(const float (&weight)[kRows / 2]) const {
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n) {
+      const uint32_t pairs[2] = {Pack<T>(weight[4 * n], weight[4 * n + 1]),
+                                 Pack<T>(weight[4 * n + 2], weight[4 * n + 3])};
+      const int row = n * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+      StoreTurned(shared.weights(group) + row * S::kRowBytes + (chunk ^ row % 8) * 16, pairs);
+    }
+  }
+};
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_TILE_CUH_
