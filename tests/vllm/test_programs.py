@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu_inference.layers.common.sharding import MESH_AXIS_NAMES_2D, ShardingAxisName
 
+from tests.vllm.engine import engine
+
 PAGES, PAGE, KV_HEADS, SIZE, TOKENS = 64, 16, 4, 64, 8
 
 
@@ -47,3 +49,29 @@ def test_cache_is_updated_where_it_is(devices, sinks):
         before = [shard.data.unsafe_buffer_pointer() for shard in cache.addressable_shards]
         new, _ = program(cache, query, key, tables, index)
     assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == before
+
+
+def test_the_next_start_finds_its_programs(checkpoint):
+    """Every program is in VLLM_XLA_CACHE_PATH, small ones too."""
+    from flashxla_vllm import worker
+
+    with engine(checkpoint("llama")):
+        pass
+    before = worker.programs.copy()
+    with engine(checkpoint("llama")):
+        pass
+    new = worker.programs - before
+    assert new[worker.FOUND] > 50
+    assert new[worker.COMPILED] <= 1  # what JAX compiles before an engine names the folder
+
+
+def test_layers_share_one_trace(checkpoint):
+    """A layer is traced once for each program; the first has no residual, so that two layers make two kinds."""
+    with engine(checkpoint("llama")) as running:
+        shared = [layer.forward for layer in running.runner.model.model.vllm_model.model.layers]
+        assert shared[0].kind == shared[1].kind
+        assert shared[0].programs is shared[1].programs
+        assert len(shared[0].programs) == 2
+    with engine(checkpoint("gemma2")) as running:  # its second layer has no window
+        shared = [layer.forward for layer in running.runner.model.model.vllm_model.model.layers]
+        assert shared[0].kind is None or shared[0].kind != shared[1].kind

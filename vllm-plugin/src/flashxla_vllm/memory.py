@@ -6,6 +6,7 @@ do not need is the cache's. `--kv-cache-memory-bytes` states the cache's size in
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,9 @@ _JAX_DEFAULT_FRACTION = 0.75
 # needed 4.3 of the first for a step of 8192 tokens of Llama 3 8B, and 12 of the second, while 4 more were arguments.
 _LIVE_ACTIVATIONS = 6
 _LIVE_LOGITS = 16
+# The cache's bytes are a multiple of what the engine owns over this. Programs have the cache's shape in them: if it
+# followed each byte in use, the next start would find none of its programs compiled.
+_CACHE_PARTS = 256
 _MEBI = 1 << 20
 _KEPT_BY_PROGRAMS = 256 * _MEBI
 
@@ -45,10 +49,14 @@ def available_for_cache(vllm_config: VllmConfig, devices: Sequence[Any]) -> int:
     stated = cache_config.kv_cache_memory_bytes
     if stated:
         return int(stated) * len(devices)
+    _settle()
     used = sum(used_bytes(device) for device in devices)
     owned = sum(owned_bytes(device, cache_config.gpu_memory_utilization) for device in devices)
     reserve = activation_bytes(vllm_config) * len(devices)
     left = owned - used - reserve
+    part = max(owned // _CACHE_PARTS, 1)
+    if left > part:
+        left -= left % part
     logger.info(
         "Memory of %d device(s): %s owned, %s in use, %s reserved for activations, %s for the KV cache",
         len(devices),
@@ -62,6 +70,12 @@ def available_for_cache(vllm_config: VllmConfig, devices: Sequence[Any]) -> int:
             "--max-num-seqs."
         )
     return left
+
+
+def _settle() -> None:
+    """Let go of arrays that only wait for a collection or for a computation: how many do varies from start to start."""
+    gc.collect()
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
 def hold_room_for_step(vllm_config: VllmConfig, devices: Sequence[Any]) -> list[jax.Array]:

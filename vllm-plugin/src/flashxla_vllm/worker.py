@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import gc
+import os
 from typing import Any
 
 from flashxla_vllm import overrides
@@ -10,10 +12,25 @@ from flashxla_vllm import overrides
 overrides.on_worker()
 
 import jax  # noqa: E402
+import jax.monitoring  # noqa: E402
+import torch  # noqa: E402
 from tpu_inference import envs  # noqa: E402
 from tpu_inference.worker.tpu_worker import TPUWorker, ensure_kv_transfer_initialized  # noqa: E402
+from vllm.logger import init_logger  # noqa: E402
 
-from flashxla_vllm import memory, processes, sampling, waiting  # noqa: E402
+from flashxla_vllm import layers, memory, processes, sampling, waiting  # noqa: E402
+
+logger = init_logger("vllm.flashxla")
+
+# JAX has not read these settings of overrides.py where it was imported before the platform.
+for _setting, _type in (("MIN_COMPILE_TIME_SECS", float), ("MIN_ENTRY_SIZE_BYTES", int)):
+    _value = os.environ[f"JAX_PERSISTENT_CACHE_{_setting}"]
+    jax.config.update(f"jax_persistent_cache_{_setting.lower()}", _type(_value))
+
+FOUND, COMPILED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+# What JAX says of the programs that it needs: found in VLLM_XLA_CACHE_PATH, or compiled.
+programs: collections.Counter[str] = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: programs.update([event]))
 
 
 class XlaWorker(TPUWorker):
@@ -29,6 +46,13 @@ class XlaWorker(TPUWorker):
             super().init_device(*args, **kwargs)
         if processes.several():
             overrides.on_several_machines()
+
+    def load_model(self) -> None:
+        """Load the model; its layers share their traces."""
+        super().load_model()
+        model = getattr(self.model_runner.model, "model", None)
+        if isinstance(model, torch.nn.Module):  # vLLM's
+            layers.share(model)
 
     def _setup_dp_chip_isolation(self) -> None:
         """Upstream's pins the process to TPU chips; its devices are chosen above."""
@@ -83,3 +107,4 @@ class XlaWorker(TPUWorker):
             return super().compile_or_warm_up_model()
         finally:
             gc.enable()
+            logger.info("Programs: %d found compiled, %d compiled now", programs[FOUND], programs[COMPILED])
