@@ -46,6 +46,11 @@ class Run:
         return list(dict.fromkeys(row[field] for row in self.rows))
 
 
+def is_measured(name: str) -> bool:
+    """Whether there is such a file."""
+    return (FOLDER / f"{name}.json").is_file()
+
+
 def number(value: float, digits: int = 3) -> str:
     """Significant digits, and all of those before the point."""
     if abs(value) >= 10**digits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 
-from benchmarks import llama, plan, tables, ways
+from benchmarks import figures, llama, plan, tables, ways
 from benchmarks.figures import Run, between, claim
 
 _PREFILL = {
@@ -39,6 +39,8 @@ _WRITES = (
     "torch index_put_",
 )
 
+STEPS_OF_TODAY = "h200-step-today"
+
 
 def values() -> dict[str, str]:
     """All of them."""
@@ -60,7 +62,28 @@ def values() -> dict[str, str]:
         **_decode(sections["decode"]),
         **_plan(Run("h200-plan")),
         **_step(Run("h200-step")),
+        "steps_of_today": _steps_of_today(),
     }
+
+
+def _steps_of_today() -> str:
+    """A section of the page, once there is a run."""
+    if not figures.is_measured(STEPS_OF_TODAY):
+        return ""
+    run = Run(STEPS_OF_TODAY)
+    versions = run.content["versions"]
+    return f"""
+
+### The same step in TorchTPU and torchax
+
+    flashxla bench step --device cuda --profile --json F --plot F     # in their environment: torchtpu.md
+
+torch {versions["torch"]}, jax {versions["jax"]}, {run.content["device"]["name"]}, all in one run. The last column is
+the host's time for one operation that is called by itself: `x + 1`, and the write and attention of a layer.
+
+{tables.steps_of_today(run)}
+
+![Step](benchmarks/{STEPS_OF_TODAY}.svg)"""
 
 
 def _plan_alike(run: Run) -> str:

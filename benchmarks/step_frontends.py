@@ -21,6 +21,7 @@ class Frontend:
     device: Any
     tracers: Sequence[profile.Tracer] = (profile.by_jax,)
     program: str  # what a timer's method calls it
+    has_eager = False  # whether an operation that is called by itself runs at once
 
     def sync(self) -> None:
         """Hand over what has been called so far."""
@@ -100,6 +101,7 @@ class TorchTpu(Frontend):
 
     device = "tpu"
     program = "TorchTPU program"
+    has_eager = True
 
     def __init__(self, settings: Settings) -> None:
         if settings.cuda:
@@ -130,6 +132,7 @@ class Torchax(Frontend):
 
     device = "jax"
     program = "torchax program"
+    has_eager = True
     tracers = ()  # JAX's usual one
 
     def __init__(self, settings: Settings) -> None:

@@ -21,6 +21,8 @@ from benchmarks.compare import Contender, Prepared, Row, WrongResult
 from benchmarks.settings import Settings
 from benchmarks.step_frontends import Frontend
 
+EAGER_ADD, EAGER_OURS = "x + 1", "a layer's write and attention"
+
 
 def run(name: str, case: str, settings: Settings) -> Iterator[Row]:
     """The rows of a front end."""
@@ -97,7 +99,20 @@ class _Step:
             **self._facts,
             "programs_per_step": programs,
             **timers.host_time(self.dispatch, frontend.wait),
+            **({"eager_us": self._eager()} if frontend.has_eager else {}),
         }
+
+    def _eager(self) -> dict[str, float]:
+        """Microseconds of the host for an operation that is called by itself: PyTorch's, and flashxla's of a layer."""
+        _, caches, batch = self._arguments
+        config, frontend = llama.config(self._settings), self._frontend
+        dtype = getattr(torch, self._settings.dtype)
+        q, k, v = (
+            torch.randn(self._count, heads, config.dim, dtype=dtype, device=frontend.device)
+            for heads in (config.heads[0], config.heads[1], config.heads[1])
+        )
+        calls = {EAGER_ADD: lambda: q + 1, EAGER_OURS: lambda: llama_torch.ours(q, k, v, caches[0], batch)}
+        return {name: timers.host_time(call, frontend.wait)["host_us"] for name, call in calls.items()}
 
 
 def _on_device(

@@ -193,6 +193,50 @@ def steps(run: Run) -> str:
     return _table(head, lines)
 
 
+def steps_of_today(run: Run) -> str:
+    """A decode step through TorchTPU and torchax."""
+    head = [
+        "batch",
+        "JAX",
+        "TorchTPU, compiled",
+        "torchax, jit",
+        "TorchTPU : JAX",
+        "torchax : JAX",
+        "host time: JAX, TorchTPU, torchax",
+        "to compile: JAX, TorchTPU, torchax",
+        "an eager operation: PyTorch's, flashxla's in TorchTPU; in torchax",
+    ]
+    lines = []
+    for case in run.names("case"):
+        names = (ways.OURS.name, *llama.OF_TODAY)
+        jax, *others = rows = [run.row(case=case, contender=name) for name in names]
+        hosts = ", ".join(f"{row['host_us'] / 1e3:.2f}" for row in rows)
+        compiling = ", ".join(f"{row['compile_seconds']:.1f}" for row in rows)
+        eager = "; ".join(", ".join(f"{us:.0f}" for us in row["eager_us"].values()) for row in others)
+        lines.append(
+            [
+                batch(case),
+                *(f"{row['us'] / 1e3:.2f} ms" for row in rows),
+                *(f"{row['us'] / jax['us']:.2f}" for row in others),
+                f"{hosts} ms",
+                f"{compiling} s",
+                f"{eager} us",
+            ]
+        )
+    return _table(head, lines)
+
+
+def train_llama(results: Mapping[str, Row]) -> str:
+    """Training steps of a Llama of transformers: PyTorch's own device, and TorchTPU."""
+    head = ["dtype", "", "step", "ratio", "first step", "largest difference of a loss"]
+    lines = []
+    for dtype, found in results.items():
+        for name, row in found["rows"].items():
+            cells = [time(row["seconds"]), f"{row['ratio']:.2f}", f"{row['first_step_seconds']:.1f} s"]
+            lines.append([dtype, name, *cells, f"{row['difference']:.1e}"])
+    return _table(head, lines)
+
+
 def steps_in_jax(run: Run) -> str:
     """A decode step in JAX with each way to do the attention."""
     lines = []

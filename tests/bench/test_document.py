@@ -37,6 +37,45 @@ def test_the_tables_of_gradients_on_a_gpu():
     assert tables.train_steps(steps["cases"]) in page
 
 
+def test_the_tables_of_the_pytorch_of_today(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    page = " ".join(document.PAGE.with_name("torchtpu.md").read_text().split())
+    if figures.is_measured("h200-train-llama"):
+        content = json.loads((figures.FOLDER / "h200-train-llama.json").read_text())
+        assert " ".join(tables.train_llama(content["results"]).split()) in page
+    names = (ways.OURS.name, *llama.OF_TODAY)
+    rows = [
+        {
+            "case": "batch 16, 2048 keys",
+            "contender": name,
+            "us": 5000.0 * n,
+            "host_us": 500.0,
+            "compile_seconds": 2.0,
+            "eager_us": {"a": 30.0, "b": 60.0},
+        }
+        for n, name in enumerate(names, 1)
+    ]
+    content = {
+        "results": {"step": rows},
+        "versions": {"torch": "2.11.0", "jax": "1"},
+        "device": {"name": "GPU"},
+    }
+    for file in figures.FOLDER.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / f"{prose_gpu.STEPS_OF_TODAY}.json").write_text(json.dumps(content))
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    cells = [
+        "16",
+        "5.00 ms",
+        "10.00 ms",
+        "15.00 ms",
+        "2.00",
+        "3.00",
+        "0.50, 0.50, 0.50 ms",
+        "2.0, 2.0, 2.0 s",
+    ]
+    assert f"| {' | '.join([*cells, '30, 60; 30, 60 us'])} |" in document.text()
+
+
 def test_figures_that_the_readme_quotes():
     readme = " ".join((document.PAGE.parents[1] / "README.md").read_text().split())
     copying = [row["seconds"] for row in Run("cpu-strategies").where(bytes=2 * 2**30, pointer_stays=False)]

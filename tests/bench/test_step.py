@@ -56,6 +56,11 @@ def test_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         # Under TorchTPU each cache is made sure of by a program of its own.
         layers = llama.config(QUICK).layers if name == llama.TORCHTPU else 0
         assert row["programs_per_step"] == 1 + layers and row["compiled_programs"] == 1
+        assert (
+            all(us > 0 for us in row["eager_us"].values())
+            if name in llama.OF_TODAY
+            else "eager_us" not in row
+        )
         assert math.isclose(row["ours_is_faster"], row["us"] / rows["flashxla in JAX"]["us"])
         # There is no GPU, nor a plugin for one, whose profiler TorchTPU's steps need.
         problem = "plugin's version" if name == llama.TORCHTPU else "no kernel in the profile"
