@@ -22,7 +22,7 @@ from flashxla import setup_custom_call
 from flashxla.jax_context_parallel import merge_attn_states_over, ring_attention, ring_order
 from flashxla.jax_functions import call, call_even
 from flashxla.jax_partition import ShardingWarning
-from flashxla.ops import OPS
+from flashxla.ops import OPS, merge_forms
 from flashxla.ops.aliases import with_aliases
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS, Frontend, in_front_end
@@ -87,6 +87,8 @@ _KV_CACHE = Frontend(
     _returned_with,
 )
 _FUNCTIONS |= {form.__name__: in_front_end(form, _KV_CACHE, __name__) for form in KV_CACHE_FORMS}
+_MERGING = merge_forms.Frontend(jnp, jnp.asarray, _FUNCTIONS["merge_attn_states"])
+_FUNCTIONS["merge_all_attn_states"] = merge_forms.in_front_end(_MERGING, __name__)
 _FUNCTIONS = {name: with_aliases(function) for name, function in _FUNCTIONS.items()}
 globals().update(_FUNCTIONS)
 

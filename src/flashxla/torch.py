@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from flashxla import setup_custom_call, torch_aliases, torch_calls, torch_library
-from flashxla.ops import OPS
+from flashxla.ops import OPS, merge_forms
 from flashxla.ops.aliases import with_aliases
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS, Frontend, in_front_end
@@ -136,6 +136,10 @@ def _tensor_of(offsets: Offsets, like: torch.Tensor) -> torch.Tensor:
     return offsets.length * torch.arange(offsets.sequences + 1, dtype=torch.int32, device=like.device)
 
 
+def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype)
+
+
 def _form(form: Callable[..., Form]) -> Callable[..., Any]:
     @functools.wraps(form)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -155,6 +159,8 @@ _KV_CACHE = Frontend(
     _returned,
 )
 _FUNCTIONS |= {form.__name__: in_front_end(form, _KV_CACHE, __name__) for form in KV_CACHE_FORMS}
+_MERGING = merge_forms.Frontend(torch, _as_dtype, _FUNCTIONS["merge_attn_states"])
+_FUNCTIONS["merge_all_attn_states"] = merge_forms.in_front_end(_MERGING, __name__)
 _FUNCTIONS = {name: with_aliases(function) for name, function in _FUNCTIONS.items()}
 globals().update(_FUNCTIONS)
 

@@ -71,7 +71,7 @@ def _after(calls: int, press: Callable[[], None], function: Callable) -> Callabl
 @pytest.mark.parametrize(
     ("place", "calls", "tokens"),
     [
-        ((command, "_start_device"), 1, None),
+        ((command, "start_device"), 1, None),
         ((checkpoint.Checkpoint, "load_tokenizer"), 1, None),
         ((command, "warm_up"), 1, None),
         # Two calls to warm up, one for the prompts, then two tokens each.
@@ -92,14 +92,14 @@ def test_anywhere(
     owner, name = place
     monkeypatch.setattr(owner, name, _after(calls, way, getattr(owner, name)))
     runners: list[bool] = []
-    make_runner = _after(1, lambda: runners.append(True), command._make_runner)
-    monkeypatch.setattr(command, "_make_runner", make_runner)
+    make_runner = _after(1, lambda: runners.append(True), command.make_runner)
+    monkeypatch.setattr(command, "make_runner", make_runner)
     path = tmp_path / "out.json"
     assert run(*OPTIONS, "--json", str(path)) == 130
     printed = capsys.readouterr()
     assert printed.err == "flashxla generate: interrupted\n"
     # A Ctrl-C that was swallowed ends the stage that it came in.
-    assert bool(runners) == (name not in ("_start_device", "load_tokenizer"))
+    assert bool(runners) == (name not in ("start_device", "load_tokenizer"))
     if tokens is None:
         assert not path.exists()
         return

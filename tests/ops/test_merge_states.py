@@ -91,3 +91,83 @@ def test_attention_in_two_parts(frontend: Frontend, rng: np.random.Generator) ->
     expected_out, expected_lse = reference.flash_attn_varlen_func(**whole)
     assert_close(out, expected_out, TOLERANCE["f32"])
     assert_close(lse, expected_lse, LSE_TOLERANCE, "lse")
+
+
+def check_merge_of_all(
+    frontend: Frontend, outs: list[np.ndarray], lses: list[np.ndarray], dtype: str
+) -> None:
+    """Of a list and of one tensor, against float64."""
+    expected_out, expected_lse = outs[0].astype(np.float64), lses[0].astype(np.float64)
+    for other, other_lse in zip(outs, [np.full_like(lses[0], -np.inf), *lses[1:]], strict=True):
+        expected_out, expected_lse = reference.merge_attn_states(expected_out, expected_lse, other, other_lse)
+    for given in ((tuple(outs), tuple(lses)), (np.stack(outs), np.stack(lses))):
+        out, lse = frontend.run("merge_all_attn_states", {"outs": given[0], "lses": given[1]})
+        assert out.dtype == DTYPES[dtype]
+        assert lse.dtype == np.float32
+        # One rounding, however many states there are.
+        one_rounding = {"f32": (2e-6, 2e-6), "f16": (1e-6, 2**-11), "bf16": (1e-6, 2**-8)}[dtype]
+        assert_close(out, expected_out, one_rounding)
+        assert_close(lse, expected_lse, LSE_TOLERANCE, "lse")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_merge_of_all(frontend: Frontend, rng: np.random.Generator, count: int, dtype: str) -> None:
+    outs = [normal(rng, (7, 4, 40), DTYPES[dtype]) for _ in range(count)]
+    lses = [rng.normal(0, 3, (4, 7)).astype(np.float32) for _ in range(count)]
+    lses[0][1, 2] = np.inf
+    lses[-1][1, 3] = -np.inf
+    for lse in lses:
+        lse[2, 4] = -np.inf  # no keys at all
+    for out, lse in zip(outs, lses, strict=True):
+        out[np.isinf(lse).T] = np.nan
+    check_merge_of_all(frontend, outs, lses, dtype)
+
+
+@pytest.mark.frontends("inductor")
+def test_merge_of_all_inductor(frontend: Frontend, rng: np.random.Generator) -> None:
+    outs = [normal(rng, (9, 4, 72), DTYPES["bf16"]) for _ in range(4)]
+    check_merge_of_all(frontend, outs, [normal(rng, (4, 9), DTYPES["f32"]) for _ in range(4)], "bf16")
+
+
+@pytest.mark.parametrize("size", [1e4, -1e6])
+def test_merge_of_all_with_large_lse(frontend: Frontend, rng: np.random.Generator, size: float) -> None:
+    """A merged LSE is rounded, which must not weigh the later states wrongly."""
+    outs = [normal(rng, (64, 4, 16), DTYPES["f32"]) for _ in range(5)]
+    lses = [rng.normal(size, 3, (4, 64)).astype(np.float32) for _ in range(5)]
+    check_merge_of_all(frontend, outs, lses, "f32")
+
+
+OUT, LSE = np.zeros((5, 4, 16), np.float32), np.zeros((4, 5), np.float32)
+WRONG = {
+    "none": ((), (), ValueError, "outs: got none; accepted: at least one"),
+    "a number": (3.0, (LSE,), TypeError, "outs: got 3.0; accepted: a list of tensors"),
+    "counts": ((OUT, OUT), (LSE,), ValueError, "lses: got 1 LSEs; accepted: 2"),
+    "one state": (OUT, LSE, ValueError, r"lses: got 4 LSEs; accepted: 5"),
+    "shape": ((OUT, OUT[:, :3]), (LSE, LSE), ValueError, r"outs\[1\]: got shape \[5, 3, 16\]; accepted: \[5, 4"),
+    "lse": ((OUT, OUT), (LSE, LSE.T), ValueError, r"lses\[1\]: got shape \[5, 4\]; accepted: \[4, 5\]"),
+    "dtypes": ((OUT, OUT.astype(np.float16)), (LSE, LSE), TypeError, r"outs\[1\]: got dtype float16; .*: float32"),
+    "integers": ((OUT.astype(np.int32),), (LSE,), TypeError, r"outs\[0\]: got dtype int32; accepted: float32, "),
+    "lse's dtype": ((OUT,), (LSE.astype(np.float16),), TypeError, r"lses\[0\]: got dtype float16; .*: float32"),
+}  # fmt: skip
+
+
+@pytest.mark.frontends("torch", "jax")
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_states(frontend: Frontend, case: str) -> None:
+    outs, lses, error, message = WRONG[case]
+    with pytest.raises(error, match=f"^merge_all_attn_states: {message}"):
+        frontend.run("merge_all_attn_states", {"outs": outs, "lses": lses})
+
+
+@pytest.mark.frontends("torch", "jax")
+def test_no_gradient_of_all(frontend: Frontend) -> None:
+    """It is not lost on the way either: what is merged in other dtypes says so, too."""
+    outs = np.ones((3, 5, 4, 16), DTYPES["bf16"])
+    with pytest.raises(NotImplementedError, match="merge_attn_states"):
+        frontend.gradients(
+            "merge_all_attn_states",
+            {"outs": outs, "lses": np.zeros((3, 4, 5), np.float32)},
+            ("outs",),
+            (outs[0], None),
+        )

@@ -84,7 +84,20 @@ def main() -> None:
         right = fx.paged_attention(new.cpu(), tuple(expected[0]), *meta[1:], D**-0.5)
         error = max(error, (gathered.cpu() - right).abs().max().item())
     messages = [str(w.message) for w in caught if "paged_attention" in str(w.message)]
-    print(json.dumps({"devices": count, "error": error, "specs": sorted(specs), "warnings": messages}))
+    found = {"devices": count, "error": error, "specs": sorted(specs), "warnings": messages}
+    print(json.dumps({**found, "batch_error": batch_error(mesh, count, put)}))
+
+
+def batch_error(mesh: Any, count: int, put: Any) -> float:
+    """Dense attention of a batch that is sharded over its sequences."""
+    rows = ("heads", None, None, None)
+    sharded = fx.shard_map(
+        lambda q, k, v: fx.flash_attn_func(q, k, v, causal=True), mesh, (rows, rows, rows), (rows,)
+    )
+    given = [torch.randn(2 * count, 20, heads, D) for heads in (HQ, HK, HK)]
+    out = sharded(*(put(tensor, rows) for tensor in given))
+    expected = fx.flash_attn_func(*given, causal=True)
+    return (out.cpu() - expected).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def test_heads_are_sharded_without_a_gather(environment: dict[str, str], tmp_pat
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["devices"] >= 2 and found["error"] < 1e-5
+    assert found["batch_error"] < 1e-5
     assert found["specs"] == [f"{{devices=[1,1,{found['devices']},1]0,1}}"]
 
     assert len(found["warnings"]) >= 2, found["warnings"]
@@ -50,6 +51,12 @@ def test_heads_are_sharded_without_a_gather(environment: dict[str, str], tmp_pat
     programs = [p for p in hlo.dumped_programs(tmp_path) if p.targets().count("flashxla_kv_cache") == LAYERS]
     assert len(programs) == 1
     (program,) = programs
+    (dense,) = [
+        p
+        for p in hlo.dumped_programs(tmp_path)
+        if "flashxla_attention" in p.targets() and "[2,20,8,64]" in p.text
+    ]
+    assert not re.findall(r"all-gather|all-to-all|collective-permute", dense.text)
     part = CACHE_BYTES // found["devices"]
     assert not re.findall(r"all-gather|all-to-all|collective-permute", program.text)
     assert program.copies(at_least=part) == []

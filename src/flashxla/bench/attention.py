@@ -11,29 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flashxla.torch as fx
+from flashxla.bench.cases import AttentionCase
 from flashxla.bench.topic import Peer, Run
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionCase:
-    """A batch: `lens` has (queries, keys) of each sequence; page None is dense keys and values.
-
-    As many queries as keys, or one query (the newest token): there PyTorch's causal mask is the same as ours. window:
-    how many keys a query sees, its own among them. deterministic: of gradients.
-    """
-
-    name: str
-    lens: tuple[tuple[int, int], ...]
-    heads: tuple[int, int] = (8, 8)  # of queries, of keys
-    dim: int = 128
-    page: int | None = None
-    window: int | None = None
-    deterministic: bool = False
-
-    @property
-    def ragged(self) -> bool:
-        """Whether a padded batch wastes work."""
-        return len(set(self.lens)) > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,20 +104,16 @@ def unpadded(problem: AttentionProblem, out: torch.Tensor) -> list[torch.Tensor]
 
 def _mask(case: AttentionCase, device: torch.device) -> torch.Tensor | None:
     """Which keys are real, [S, 1, 1, longest]; causal rows never see the padding after them."""
-    if _is_causal(case) or not case.ragged:
+    if case.causal or not case.ragged:
         return None
     keys = torch.tensor([keys for _, keys in case.lens], device=device)
     return (torch.arange(int(keys.max()), device=device) < keys[:, None])[:, None, None]
 
 
-def _is_causal(case: AttentionCase) -> bool:
-    return max(queries for queries, _ in case.lens) > 1
-
-
 def _sdpa(problem: AttentionProblem) -> Run:
     q, k, v = (padded(problem, tensor) for tensor in (problem.q, problem.k, problem.v))
     mask = _mask(problem.case, q.device)
-    causal = _is_causal(problem.case)
+    causal = problem.case.causal
     gqa = problem.case.heads[0] != problem.case.heads[1]
 
     def call() -> torch.Tensor:
@@ -152,7 +127,7 @@ def _sdpa_loop(problem: AttentionProblem) -> Run:
         return [part.transpose(0, 1)[None].contiguous() for part in problem.sequences(tensor)]
 
     parts = list(zip(*map(heads_first, (problem.q, problem.k, problem.v)), strict=True))
-    causal = _is_causal(problem.case)
+    causal = problem.case.causal
     gqa = problem.case.heads[0] != problem.case.heads[1]
 
     def call() -> list[torch.Tensor]:
@@ -178,5 +153,5 @@ SDPA_LOOP = Peer("sdpa, a call a sequence", _sdpa_loop, serves=lambda case, devi
 SDPA_GROUPED = Peer(
     "sdpa, heads as queries",
     _sdpa_grouped,
-    serves=lambda case, device: case.heads[0] != case.heads[1] and not _is_causal(case),
+    serves=lambda case, device: case.heads[0] != case.heads[1] and not case.causal,
 )

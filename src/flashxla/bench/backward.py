@@ -13,44 +13,45 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flashxla.bench import attention, ceilings, prefill
-from flashxla.bench.attention import AttentionCase, AttentionProblem
+from flashxla.bench import attention, cases, ceilings
+from flashxla.bench.attention import AttentionProblem
+from flashxla.bench.cases import AttentionCase, prompts
 from flashxla.bench.topic import Peer, Run, Topic, Unavailable
 
 _ON_GPU = functools.partial(AttentionCase, heads=(32, 8))
-_8K = prefill.prompts(8192)
+_8K = prompts(8192)
 
 CASES = {
     "cpu": (
-        AttentionCase("1 x 2048", prefill.prompts(2048)),
-        AttentionCase("1 x 2048, heads of 64", prefill.prompts(2048), dim=64),
-        AttentionCase("4 x 512", prefill.prompts(*[512] * 4)),
-        AttentionCase("64 x 64", prefill.prompts(*[64] * 64)),
-        AttentionCase("1 x 2048, 32 heads on 8", prefill.prompts(2048), heads=(32, 8)),
-        AttentionCase("ragged, 8 of 64 to 2048", prefill.RAGGED),
+        AttentionCase("1 x 2048", prompts(2048)),
+        AttentionCase("1 x 2048, heads of 64", prompts(2048), dim=64),
+        AttentionCase("4 x 512", prompts(*[512] * 4)),
+        AttentionCase("64 x 64", prompts(*[64] * 64)),
+        AttentionCase("1 x 2048, 32 heads on 8", prompts(2048), heads=(32, 8)),
+        AttentionCase("ragged, 8 of 64 to 2048", cases.RAGGED),
     ),
     "cuda": (
         _ON_GPU("1 x 8192", _8K),
-        _ON_GPU("1 x 16384", prefill.prompts(16384)),
-        _ON_GPU("4 x 2048", prefill.prompts(*[2048] * 4)),
-        _ON_GPU("ragged 16k", prefill.prompts(8192, 4096, 2048, 1024, 512, 256, 128, 128)),
+        _ON_GPU("1 x 16384", prompts(16384)),
+        _ON_GPU("4 x 2048", prompts(*[2048] * 4)),
+        _ON_GPU("ragged 16k", prompts(8192, 4096, 2048, 1024, 512, 256, 128, 128)),
         _ON_GPU("1 x 8192, window 1024", _8K, window=1024),
         _ON_GPU("1 x 8192, heads of 64", _8K, dim=64),
         _ON_GPU("1 x 8192, heads of 256", _8K, dim=256),
         _ON_GPU("1 x 8192, deterministic", _8K, deterministic=True),
     ),
     "quick": (
-        AttentionCase("2 x 32", prefill.prompts(32, 32), heads=(2, 2), dim=32),
-        AttentionCase("ragged, 4 heads on 2", prefill.prompts(7, 33), heads=(4, 2), dim=32),
-        AttentionCase("ragged, window 9", prefill.prompts(7, 33), heads=(4, 2), dim=32, window=9),
-        AttentionCase("2 x 32, deterministic", prefill.prompts(32, 32), dim=32, deterministic=True),
+        AttentionCase("2 x 32", prompts(32, 32), heads=(2, 2), dim=32),
+        AttentionCase("ragged, 4 heads on 2", prompts(7, 33), heads=(4, 2), dim=32),
+        AttentionCase("ragged, window 9", prompts(7, 33), heads=(4, 2), dim=32, window=9),
+        AttentionCase("2 x 32, deterministic", prompts(32, 32), dim=32, deterministic=True),
     ),
 }
 
 
 def _work(case: AttentionCase, dtype: torch.dtype) -> float:
     """Floating point operations: five products, over the keys that causality and a window leave."""
-    return 2.5 * prefill.work(case, dtype)
+    return 2.5 * cases.prefill_work(case, dtype)
 
 
 def _gradient_of_out(problem: AttentionProblem) -> torch.Tensor:

@@ -17,6 +17,8 @@ TOPICS = ("prefill", "decode", "kv_write", BACKWARD)
 VLLM = "vllm"
 # Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
 STUDY = ("mixed", "overhead", "plan", "step")
+TORCH, JAX = "torch", "jax"
+IN_JAX = ("prefill", "decode", "kv_write")
 _EVERYTHING = (None, "all")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -51,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw it; the name says the format (.svg, .png). Folders as with --json",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument(
+        "--frontend",
+        choices=(TORCH, JAX),
+        help=f"whose tensors; jax: {', '.join(IN_JAX)}. Default: torch if it is installed",
+    )
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -98,8 +105,10 @@ def run(args: argparse.Namespace) -> int:
     if args.name == VLLM:
         return _vllm(args)
     root = checkout()
-    args.device = args.device or ("cuda" if _sees_cuda(root) else "cpu")
+    args.frontend = args.frontend or _frontend(args.name)
+    args.device = args.device or ("cuda" if _sees_cuda(root, args.frontend) else "cpu")
     in_study = root is not None and args.name != BACKWARD and (args.device == "cuda" or args.name in STUDY)
+    in_study &= args.frontend == TORCH
     problem = _problem(args, root) or _unwritable(args, in_study)
     if problem:
         print(f"flashxla bench: {problem}", file=sys.stderr)
@@ -118,8 +127,12 @@ def run(args: argparse.Namespace) -> int:
     from flashxla.bench import report
     from flashxla.bench.topic import Options
 
-    options = Options(tuple(args.dtype), args.device, args.threads, args.rounds, args.peers, args.quick)
-    everything = TOPICS if args.device == "cuda" else (*TOPICS, STRATEGIES)
+    options = Options(
+        tuple(args.dtype), args.device, args.threads, args.rounds, args.peers, args.quick, args.frontend
+    )
+    everything: tuple[str, ...] = {JAX: IN_JAX, TORCH: TOPICS}[args.frontend]
+    if args.frontend == TORCH and args.device == "cpu":
+        everything += (STRATEGIES,)
     names = everything if args.name in _EVERYTHING else [args.name]
     results = {name: _measure(name, options) for name in names}
     content = report.document(results, options, command(args, "threads"))
@@ -135,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _vllm(args: argparse.Namespace) -> int:
     """The plugin for vLLM measures its engine."""
-    args.device = args.device or ("cuda" if _sees_cuda(checkout()) else "cpu")
+    args.device = args.device or ("cuda" if _sees_cuda(checkout(), TORCH) else "cpu")
     problem = _unwritable(args, in_study=False)
     if importlib.util.find_spec("flashxla_vllm") is None:
         problem = "vllm needs the plugin for vLLM: make vllm, then .venv-vllm/bin/flashxla (docs/vllm.md)"
@@ -163,14 +176,19 @@ def _unwritable(args: argparse.Namespace, in_study: bool) -> str | None:
 
 def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
     """Why this cannot be measured here, if so."""
-    needed = [("rich", "bench"), ("torch", "torch")]
+    needed = {"rich": "bench"}
     if args.plot:
-        needed.append(("matplotlib", "bench"))
-    if args.device == "cpu" and args.name in (*_EVERYTHING, STRATEGIES):
-        needed.append(("torch_xla", "torch-xla"))
-    for module, extra in needed:
-        if importlib.util.find_spec(module) is None:
-            return f"needs {module}: {install.command(extra)}"
+        needed["matplotlib"] = "bench"
+    if args.frontend == TORCH:
+        needed["torch"] = "torch"
+        if args.device == "cpu" and args.name in (*_EVERYTHING, STRATEGIES):
+            needed["torch_xla"] = "torch-xla"
+    missing = [module for module in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        extras = dict.fromkeys(needed[module] for module in missing)
+        return f"needs {', '.join(missing)}: {install.command(*extras)}"
+    if args.frontend == JAX and args.name not in (*IN_JAX, *_EVERYTHING):
+        return f"--frontend jax: got {args.name}; accepted: {', '.join(IN_JAX)}"
     asked = {args.name: args.name in STUDY, "--all": args.all, "--profile": args.profile}
     for what, is_asked in asked.items():
         if is_asked and root is None:
@@ -179,22 +197,32 @@ def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
         if args.name == STRATEGIES:
             return f"--device cuda: {args.name} runs on the cpu only"
         study = root if args.name != BACKWARD else None
-        if not _sees_cuda(study):
+        if not _sees_cuda(study, args.frontend):
             seeing = "neither PyTorch nor JAX sees a" if study else "PyTorch sees no"
+            if args.frontend == JAX:
+                seeing = "JAX sees no"
             return f"--device cuda: {seeing} CUDA device"
     elif args.name in STUDY and not args.quick:
         return f"{args.name} measures GPUs; with --quick it runs on the cpu, to see that it does"
     return None
 
 
-def _sees_cuda(root: Path | None) -> bool:
+def _frontend(name: str | None) -> str:
+    """PyTorch where it is, and for what there is in PyTorch alone."""
+    in_jax = name in (*IN_JAX, *_EVERYTHING)
+    return JAX if in_jax and importlib.util.find_spec("torch") is None else TORCH
+
+
+def _sees_cuda(root: Path | None, frontend: str) -> bool:
     """The study makes do with JAX where PyTorch has no CUDA."""
-    if importlib.util.find_spec("torch"):
+    if frontend == TORCH and importlib.util.find_spec("torch"):
         import torch
 
         if torch.cuda.is_available():
             return True
-    if root and any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    if (root or frontend == JAX) and any(
+        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+    ):
         import jax
 
         return jax.default_backend() == "gpu"
@@ -208,6 +236,10 @@ def _measure(name: str, options: Any) -> list[dict[str, Any]]:
         return strategies.run(options)
     from flashxla.bench import runner
 
+    if options.frontend == JAX:
+        from flashxla.bench import jax_topics
+
+        return runner.run(jax_topics.TOPICS[name], options)
     return runner.run(importlib.import_module(f"flashxla.bench.{name}").TOPIC, options)
 
 
@@ -215,6 +247,7 @@ def command(args: argparse.Namespace, *options: str) -> str:
     """The command that measures the same again. options: more of those that have a value."""
     words = ["flashxla bench", *([args.name] if args.name else [])]
     words += [f"--{flag}" for flag in ("peers", "all", "profile", "quick") if getattr(args, flag)]
+    words += ["--frontend jax"] if getattr(args, "frontend", None) == JAX else []
     words += [f"--dtype {' '.join(args.dtype)}", f"--device {args.device}"]
     words += [f"--{option} {getattr(args, option)}" for option in (*options, "rounds")]
     return " ".join(words)

@@ -9,26 +9,9 @@ from typing import Any
 import torch
 
 import flashxla.torch as fx
-from flashxla.bench import ceilings
+from flashxla.bench import cases, ceilings
+from flashxla.bench.cases import WriteCase
 from flashxla.bench.topic import Peer, Run, Topic
-
-
-@dataclasses.dataclass(frozen=True)
-class WriteCase:
-    """`tokens` new tokens to shuffled slots of a cache of `blocks` pages."""
-
-    name: str
-    tokens: int
-    blocks: int
-    heads: int = 8
-    dim: int = 128
-    page: int = 16
-
-
-CASES = {
-    device: (WriteCase("64 tokens", 64, blocks), WriteCase("8192 tokens", 8192, blocks))
-    for device, blocks in (("cpu", 1024), ("cuda", 16384))
-} | {"quick": (WriteCase("5 tokens", 5, 4, heads=2, dim=16),)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +37,6 @@ def _problem(case: WriteCase, dtype: torch.dtype, device: torch.device) -> Write
         key_cache=tensor(case.blocks, case.page),
         value_cache=tensor(case.blocks, case.page),
     )
-
-
-def _work(case: WriteCase, dtype: torch.dtype) -> float:
-    """Bytes of the new keys and values, read and written."""
-    return 4.0 * case.tokens * case.heads * case.dim * dtype.itemsize
 
 
 def _ours(p: WriteProblem) -> Run:
@@ -114,9 +92,9 @@ TOPIC = Topic(
     name="kv_write",
     unit="GB/s",
     scale=1e9,
-    cases=CASES,
+    cases=cases.KV_WRITE,
     problem=_problem,
-    work=_work,
+    work=cases.write_work,
     ceiling=ceilings.copy,
     ours=Peer("flashxla", _ours),
     peers=(

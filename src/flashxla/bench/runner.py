@@ -7,36 +7,38 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from flashxla.bench import timing
+from flashxla.bench.frameworks import FRAMEWORKS, Framework
 from flashxla.bench.topic import Options, Run, Topic, Unavailable
 
 _CEILING = "ceiling"
 # Absolute and relative. 16 bits: contenders may round softmax weights and partial results to their dtype.
-_TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 2e-2)}
+_TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (4e-3, 4e-3), "bfloat16": (3e-2, 2e-2)}
 
 Row = dict[str, Any]
 
 
 def run(topic: Topic, options: Options) -> list[Row]:
     """One row for each (case, dtype, contender), as the JSON report holds it."""
-    torch.set_num_threads(options.threads)
+    framework = FRAMEWORKS[options.frontend](options)
     rows: list[Row] = []
     for case in topic.cases["quick" if options.quick else options.device]:
         for dtype in options.dtypes:
             print(f"{topic.name}: {case.name}, {dtype}", file=sys.stderr)
-            rows += _run_case(topic, case, getattr(torch, dtype), options)
+            rows += _run_case(topic, case, dtype, options, framework)
     return rows
 
 
-def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> Iterator[Row]:
-    torch.manual_seed(0)
-    problem = topic.problem(case, dtype, torch.device(options.device))
+def _run_case(
+    topic: Topic, case: Any, dtype_name: str, options: Options, framework: Framework
+) -> Iterator[Row]:
+    framework.seed()
+    dtype = framework.dtype(dtype_name)
+    problem = topic.problem(case, dtype, framework.device(options.device))
     ours = topic.ours.build(problem)
     runs = _peers(topic, case, problem, options)
     errors = {
-        name: _check(f"{topic.name} {case.name}: {name}", ours, run, dtype, topic.roundings)
+        name: _check(f"{topic.name} {case.name}: {name}", ours, run, dtype_name, topic.roundings, framework)
         for name, run in runs.items()
     }
 
@@ -44,13 +46,15 @@ def _run_case(topic: Topic, case: Any, dtype: torch.dtype, options: Options) -> 
     timed = {topic.ours.name: ours, **(runs if options.peers else {})}
     calls = {name: run.call for name, run in timed.items()}
     min_seconds = 0.001 if options.quick else timing.MIN_SAMPLE_SECONDS
-    samples = timing.interleave({**calls, _CEILING: ceiling.call}, options.rounds, min_seconds)
+    samples = timing.interleave(
+        {**calls, _CEILING: ceiling.call}, options.rounds, min_seconds, framework.sample
+    )
     work = topic.work(case, dtype)
     for name in timed:
         times = samples[name]
         yield {
             "case": case.name,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name,
             "contender": name,
             "seconds": statistics.median(times),
             "fastest_seconds": min(times),
@@ -79,14 +83,13 @@ def _peers(topic: Topic, case: Any, problem: Any, options: Options) -> dict[str,
     return runs
 
 
-def _check(what: str, ours: Run, peer: Run, dtype: torch.dtype, roundings: float) -> float:
+def _check(what: str, ours: Run, peer: Run, dtype: str, roundings: float, framework: Framework) -> float:
     """The largest difference between two runs' results. Raises RuntimeError if they do not agree."""
     atol, rtol = (roundings * tolerance for tolerance in _TOLERANCE[dtype])
     largest = 0.0
     for a, b in zip(ours.results(ours.call()), peer.results(peer.call()), strict=True):
         try:
-            torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
+            largest = max(largest, framework.difference(a, b, atol, rtol))
         except AssertionError as error:
             raise RuntimeError(f"{what} and flashxla disagree: {error}") from None
-        largest = max(largest, (a.float() - b.float()).abs().max().item())
     return largest

@@ -6,9 +6,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 
-import torch
-from torch.utils.benchmark import Timer
-
 MIN_SAMPLE_SECONDS = 0.05
 
 Samples = dict[str, list[float]]
@@ -16,11 +13,19 @@ Samples = dict[str, list[float]]
 
 def sample(run: Callable[[], object], min_seconds: float = MIN_SAMPLE_SECONDS) -> float:
     """Seconds a call, from calls of at least `min_seconds` after a warm-up. PyTorch's timer waits for a GPU."""
+    import torch
+    from torch.utils.benchmark import Timer
+
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=min_seconds).median)
 
 
-def interleave(runs: Mapping[str, Callable[[], object]], rounds: int, min_seconds: float) -> Samples:
+def interleave(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    min_seconds: float,
+    sample: Callable[[Callable[[], object], float], float] = sample,
+) -> Samples:
     """`rounds` samples of each run, every round one of each.
 
     Rounds start at another run each, so that none always follows the same one.

@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -21,6 +19,7 @@ class Options:
     rounds: int = 7
     peers: bool = False
     quick: bool = False
+    frontend: str = "torch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Run:
     """
 
     call: Callable[[], Any]
-    results: Callable[[Any], Sequence[torch.Tensor]]
+    results: Callable[[Any], Sequence[Any]]
 
 
 class Unavailable(Exception):
@@ -61,7 +60,7 @@ class Ceiling:
 
 @dataclasses.dataclass(frozen=True)
 class Topic:
-    """One benchmark.
+    """One benchmark, in one framework: its tensors, dtypes and devices.
 
     cases: by device, and the tiny ones of --quick; each has a name. problem: a case's tensors. work: what one call
     must do; its rate, divided by scale, is in `unit`. peers: the first that serves is the reference for the results.
@@ -72,9 +71,9 @@ class Topic:
     unit: str
     scale: float
     cases: Mapping[str, tuple[Any, ...]]
-    problem: Callable[[Any, torch.dtype, torch.device], Any]
-    work: Callable[[Any, torch.dtype], float]
-    ceiling: Callable[[torch.dtype, Options], Ceiling]
+    problem: Callable[[Any, Any, Any], Any]
+    work: Callable[[Any, Any], float]
+    ceiling: Callable[[Any, Options], Ceiling]
     ours: Peer
     peers: tuple[Peer, ...]
     roundings: float = 1.0

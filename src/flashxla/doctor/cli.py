@@ -68,7 +68,7 @@ def _findings() -> Iterator[Finding]:
     yield from _torch_tpu()
     yield from _torchax()
     yield _try("in place: jax", functools.partial(_in_place, "jax"))
-    yield _torch_cuda()
+    yield from _plain_torch()
     yield from vllm.findings()
 
 
@@ -208,16 +208,19 @@ def _package_of(plugin: Path) -> str:
     return f"{package} {version}" if version else plugin.name
 
 
-def _torch_cuda() -> Finding:
-    """Eager PyTorch on a GPU, where there is one."""
-    topic = "in place: torch on cuda"
+def _plain_torch() -> Iterator[Finding]:
+    """Eager PyTorch on the CPU and, where there is one, on a GPU."""
+    topic = "in place: torch on {}"
     if importlib.util.find_spec("torch") is None:
-        return Finding(topic, None, "torch is not installed")
+        yield Finding(topic.format("cpu"), None, "torch is not installed")
+        return
+    yield _try(topic.format("cpu"), functools.partial(_in_place, "torch_cpu"))
     import torch
 
-    if not torch.cuda.is_available():
-        return Finding(topic, None, "torch sees no GPU")
-    return _try(topic, functools.partial(_in_place, "torch_cuda"))
+    if torch.cuda.is_available():
+        yield _try(topic.format("cuda"), functools.partial(_in_place, "torch_cuda"))
+    else:
+        yield Finding(topic.format("cuda"), None, "torch sees no GPU")
 
 
 def _in_place(frontend: str, pjrt_device: str | None = None) -> tuple[bool, str]:

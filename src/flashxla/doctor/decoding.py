@@ -26,7 +26,8 @@ class Sizes(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """largest_error: against the same steps in plain PyTorch, for JAX against JAX without jit."""
+    """largest_error: against the same steps in plain PyTorch on the CPU, for that against float64 of NumPy, for JAX
+    against JAX without jit."""
 
     device: str
     pointers_stay: bool
@@ -97,6 +98,34 @@ def _torch_steps(
         seen.append(pointers(flat))
         outputs.append(out.cpu())
     return outputs, seen
+
+
+def _torch_cpu(sizes: Sizes) -> Decoded:
+    import numpy as np
+
+    got, seen = _torch_steps(sizes, "cpu", lambda step: step, lambda tensors: [x.data_ptr() for x in tensors])
+    expected = _numpy_steps(sizes)
+    error = max(float(np.abs(a.numpy() - b).max()) for a, b in zip(got, expected, strict=True))
+    return Decoded("cpu", all(p == seen[0] for p in seen), error)
+
+
+def _numpy_steps(sizes: Sizes) -> list[Any]:
+    """The same steps without a paged cache: each layer's keys and values are a list of those of each step."""
+    import numpy as np
+
+    held: list[tuple[list[Any], list[Any]]] = [([], []) for _ in range(sizes.layers)]
+    outputs = []
+    for step in range(sizes.steps):
+        key, value, query = (x.astype(np.float64) for x in _inputs(sizes.blocks, step)[:3])
+        for keys, values in held:
+            keys.append(query[:, :HEADS] + key)
+            values.append(value)
+            # Two heads of queries share one of keys.
+            k, v = (np.stack(x).repeat(2, axis=2) for x in (keys, values))
+            weights = np.exp(np.einsum("shd,tshd->sht", query, k) * HEAD_SIZE**-0.5)
+            query = np.einsum("sht,tshd->shd", weights / weights.sum(-1, keepdims=True), v)
+        outputs.append(query)
+    return outputs
 
 
 def _torch_cuda(sizes: Sizes) -> Decoded:
@@ -210,6 +239,7 @@ FRONTENDS: dict[str, Callable[[Sizes], Decoded]] = {
     "torchtpu": _torchtpu,
     "torchtpu_compiled": _torchtpu_compiled,
     "torchax": _torchax,
+    "torch_cpu": _torch_cpu,
     "torch_cuda": _torch_cuda,
 }
 # Those that compile a step to one program.

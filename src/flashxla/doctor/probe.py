@@ -25,7 +25,7 @@ from flashxla.doctor import decoding, hlo
 class Probe:
     """What a front end did with its caches.
 
-    largest_error: against the same steps in plain PyTorch or, where that is missing, JAX without jit.
+    largest_error: see decoding.Decoded.
     targets: the custom calls of the step's program.
     """
 

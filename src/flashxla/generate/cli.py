@@ -15,7 +15,7 @@ from flashxla.generate.errors import GenerateError, describe, is_out_of_memory
 from flashxla.generate.interrupts import Interrupts
 from flashxla.output_file import OutputError
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=DTYPES,
         default="auto",
         help="of weights and cache; auto: float32 on a CPU, where it is fastest, and with generate --verify, else "
         "the checkpoint's",

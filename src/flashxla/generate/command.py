@@ -42,8 +42,8 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
     quiet = args.json == STANDARD_OUTPUT
     say = functools.partial(print, flush=True) if not quiet else _nothing
 
-    on_cpu = _start_device(args)
-    checkpoint = Checkpoint(args.model or DEFAULT_MODEL, _dtype(args, on_cpu), args.trust_remote_code)
+    on_cpu = start_device(args)
+    checkpoint = Checkpoint(args.model or DEFAULT_MODEL, dtype_of(args, on_cpu), args.trust_remote_code)
     loaded = model.load(checkpoint, args.frontend)
     interrupts.check()
     limits = make_limits(args, loaded)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, sampling: SamplingOptions, interrupts: Interru
     results = [
         Result(text, _encode(args, loaded, number, text)) for number, text in enumerate(args.prompts, 1)
     ]
-    runner = _make_runner(args, loaded, limits)
+    runner = make_runner(args, loaded, limits)
     eos_tokens = frozenset() if args.ignore_eos else loaded.eos_tokens
     engine = Engine(runner, limits, eos_tokens)
     stream = engine.generate([r.prompt_tokens for r in results], args.max_new_tokens, sampling)
@@ -121,7 +121,7 @@ def make_limits(args: argparse.Namespace, loaded: LoadedModel) -> Limits:
     )
 
 
-def _start_device(args: argparse.Namespace) -> bool:
+def start_device(args: argparse.Namespace) -> bool:
     """Make sure of the device before anything is loaded. Returns whether it is a CPU."""
     if args.frontend in ("lazy", "openxla"):
         xla_device.start()
@@ -140,14 +140,16 @@ def _start_device(args: argparse.Namespace) -> bool:
     return device == "cpu"
 
 
-def _dtype(args: argparse.Namespace, on_cpu: bool) -> torch.dtype | str:
+def dtype_of(args: argparse.Namespace, on_cpu: bool) -> torch.dtype | str:
+    """Of weights and cache; "auto" is the checkpoint's."""
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
     # With --verify because in bfloat16 rounding decides between tokens that are nearly as likely.
     return torch.float32 if on_cpu or args.verify else "auto"
 
 
-def _make_runner(args: argparse.Namespace, loaded: LoadedModel, limits: Limits) -> Runner:
+def make_runner(args: argparse.Namespace, loaded: LoadedModel, limits: Limits) -> Runner:
+    """The front end that was asked for. It takes the model over."""
     if args.frontend == "torch":
         return TorchRunner(loaded, limits, args.device or "cpu")
     if args.frontend == "torchtpu":

@@ -93,7 +93,7 @@ def encode(loaded: LoadedModel, number: int, prompt: str) -> list[int]:
         raise GenerateError(
             f"--model: its tokenizer could not encode prompt {number}: {describe(error)}"
         ) from error
-    return _known(loaded, number, tokens)
+    return known_tokens(loaded, number, tokens)
 
 
 def encode_chat(loaded: LoadedModel, number: int, prompt: str, system: str | None) -> list[int]:
@@ -111,10 +111,11 @@ def encode_chat(loaded: LoadedModel, number: int, prompt: str, system: str | Non
         raise GenerateError(
             f"--chat: the model's chat template could not take prompt {number}: {describe(error)}"
         ) from error
-    return _known(loaded, number, list(tokens))
+    return known_tokens(loaded, number, list(tokens))
 
 
-def _known(loaded: LoadedModel, number: int, tokens: list[int]) -> list[int]:
+def known_tokens(loaded: LoadedModel, number: int, tokens: list[int]) -> list[int]:
+    """The tokens of a prompt, if the model knows them. Raises GenerateError."""
     embeddings: Any = loaded.model.get_input_embeddings()
     size = embeddings.weight.shape[0]
     if max(tokens, default=0) >= size:

@@ -53,7 +53,7 @@ def check(args: argparse.Namespace) -> SamplingOptions:
     args.prompts = prompts.read(args)
     check_model_and_sizes(args)
     output_file.check("--json", args.json)
-    _check_library(args)
+    check_library(args)
     return sampling
 
 
@@ -76,7 +76,8 @@ def check_model_and_sizes(args: argparse.Namespace) -> None:
         )
 
 
-def _check_library(args: argparse.Namespace) -> None:
+def check_library(args: argparse.Namespace) -> None:
+    """Look for the library of the device. Raises GenerateError."""
     if args.frontend == "torchax":
         return  # JAX says what its device is once it has started
     device = args.device if args.frontend == "torch" else os.environ.get("PJRT_DEVICE")
