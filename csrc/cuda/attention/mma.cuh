@@ -82,6 +82,14 @@ __device__ inline float Exp2(float x) {
   return y;
 }
 
+// tanh(x) = 1 - 2 / (1 + e^2x) from 2 x log2(e), without a branch, to 1e-7.
+__device__ inline float TanhFromLog2(float x) { return 1.f - __fdividef(2.f, 1.f + Exp2(x)); }
+
+// The largest power of two that is not above x >= 0, clamped so that it has an inverse.
+__device__ inline float PowerOfTwoBelow(float x) {
+  return __uint_as_float(min(max(__float_as_uint(x) & 0x7f800000u, 0x01000000u), 0x7e000000u));
+}
+
 }  // namespace flashxla::attention
 
 #endif  // FLASHXLA_CSRC_CUDA_ATTENTION_MMA_CUH_

@@ -98,7 +98,7 @@ __device__ void StorePartial(const WarpAttention<T, kDims, Out>& part, const Par
 }
 
 template <typename T, int kDims, bool kFp8>
-__global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 2)
+__global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
     SplitKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
   using S = Shared<kDims, kFp8>;
   using Loader = KeyLoader<kDims, kFp8>;

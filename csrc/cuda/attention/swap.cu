@@ -76,8 +76,7 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
     }
     if (at.step == at.end) {
       if constexpr (S::kCombines) {
-        constexpr int kDims = S::kDims;
-        if (ended.num_parts > 0) CombineParts<kDims>(w, workspace, kv_head, warp, ended);
+        if (ended.num_parts > 0) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
       } else if (threadIdx.x == 0) {
         workspace.tile(kv_head, blockIdx.y) = at.Begun(w.p, blockIdx.y, segment, block.begin);
       }
@@ -178,9 +177,7 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.p = p;
   w.box_keys = KeysOfBox(p, kFewKvTileKeys);
   w.tag = NewTag();
-  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.q.stride_dim == 1 && p.head_size % 8 == 0 &&
-                p.q.stride_head % 8 == 0 && p.q.stride_token % 8 == 0 &&
-                reinterpret_cast<uintptr_t>(p.q.data) % 16 == 0;
+  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
   if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {

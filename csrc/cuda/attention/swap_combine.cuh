@@ -17,7 +17,7 @@ namespace flashxla::attention {
 
 // Says that the warpgroup has stored a partial result. All of its threads must call it.
 __device__ inline void SetFlag(uint64_t* flag, uint64_t tag) {
-  SyncNamed(1, kWarpgroupThreads);
+  SyncNamed(SwapBarrier(0), kWarpgroupThreads);
   if (threadIdx.x == 0) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(tag) : "memory");
   }
@@ -40,7 +40,7 @@ __device__ void CombineParts(const SwapProblem& w, const SplitWorkspace& workspa
   for (int n = threadIdx.x; n < tile.num_parts - 1; n += kWarpgroupThreads) {
     AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
   }
-  SyncNamed(1, kWarpgroupThreads);
+  SyncNamed(SwapBarrier(0), kWarpgroupThreads);
   const int rows = min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows);
   for (int row = warp; row < rows; row += kSwapGroupWarps) {
     CombineRow<kDims, 16>(w.p, workspace, kv_head, first_block, tile, row);

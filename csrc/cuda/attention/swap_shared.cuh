@@ -13,6 +13,8 @@
 namespace flashxla::attention {
 
 constexpr int kSwapGroupWarps = kWarpgroupThreads / 32;
+// Named barrier of a warpgroup.
+__device__ inline int SwapBarrier(int group) { return 1 + group; }
 
 struct SwapProblem {
   CUtensorMap k, v;

@@ -14,8 +14,6 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-__device__ inline int SwapBarrier(int group) { return 1 + group; }  // named, of the warpgroup
-
 // Whether x holds in any thread of the warpgroup, which it also synchronizes.
 __device__ inline bool AnyOfWarpgroup(int group, bool x) {
   int any;
@@ -334,10 +332,7 @@ struct SwapTile {
     for (int step = 1; step < kLanes; step *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
     }
-    // The largest power of two that is not above `largest`, clamped so that it has an inverse. NaN
-    // and infinity stay what they are.
-    const float power =
-        __uint_as_float(min(max(__float_as_uint(largest) & 0x7f800000u, 0x01000000u), 0x7e000000u));
+    const float power = PowerOfTwoBelow(largest);  // NaN and infinity stay what they are
 #pragma unroll
     for (int n = 0; n < 4; ++n) x[n] = Pack<__half>(pair(n).x / power, pair(n).y / power);
     return power;
@@ -433,12 +428,9 @@ struct SwapTile {
     Adjust(p, rows, plain, masked, first, key_row, mask, score);
   }
 
-  // As Problem::Score, without a branch: tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7.
+  // As Problem::Score, without a branch.
   __device__ static float ScoreOf(const Problem& p, float x, float slope, int64_t distance) {
-    if (p.softcap > 0.f) {
-      const float exponential = Exp2(x * (2.f * kLog2e / p.softcap));
-      x = p.softcap * (1.f - __fdividef(2.f, 1.f + exponential));
-    }
+    if (p.softcap > 0.f) x = p.softcap * TanhFromLog2(x * (2.f * kLog2e / p.softcap));
     return x - slope * fabsf(static_cast<float>(distance));
   }
 

@@ -54,6 +54,11 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
 
 }  // namespace
 
+bool AreVectors(const Rows& rows) {
+  return rows.stride_dim == 1 && rows.stride_token % 8 == 0 && rows.stride_head % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
+}
+
 const char* WhyNoCacheBoxes(const Problem& p) {
   const BlockTable& table = p.block_table;
   if (table.num_blocks == 0 || table.block_size == 0) return "there are no keys";

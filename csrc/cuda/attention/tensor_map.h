@@ -17,6 +17,9 @@ inline bool TakesStride(int64_t size, int64_t stride) {
   return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
 }
 
+// Whether rows of 16-bit elements can be read in vectors of 16 bytes.
+bool AreVectors(const Rows& rows);
+
 // Why TMA cannot load the keys and values in boxes that each lie in one page; "" if it can.
 const char* WhyNoCacheBoxes(const Problem& p);
 

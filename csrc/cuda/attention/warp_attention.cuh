@@ -227,10 +227,7 @@ struct WarpAttention {
     }
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    // The largest power of two that is not above `largest`, clamped so that it has an inverse. NaN
-    // and infinity stay what they are.
-    const float power =
-        __uint_as_float(min(max(__float_as_uint(largest) & 0x7f800000u, 0x01000000u), 0x7e000000u));
+    const float power = PowerOfTwoBelow(largest);  // NaN and infinity stay what they are
 #pragma unroll
     for (int k = 0; k < kDims / 16; ++k) {
 #pragma unroll

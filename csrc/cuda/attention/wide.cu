@@ -50,8 +50,7 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, floa
   if (softcap > 0.f) {  // `scale` is that of the capped scores
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      // tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7.
-      score[i] = 1.f - __fdividef(2.f, 1.f + Exp2(score[i] * softcap));
+      score[i] = TanhFromLog2(score[i] * softcap);
     }
   }
   // Relative to this thread's first column, so that its columns are compile-time constants.
@@ -323,11 +322,6 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
 #endif
 }
 
-bool Vectors(const Rows& r) {
-  return r.stride_dim == 1 && r.stride_token % 8 == 0 && r.stride_head % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(r.data) % 16 == 0;
-}
-
 const char* WhyNotWide(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
@@ -337,7 +331,7 @@ const char* WhyNotWide(const Facts& facts) {
   if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
   if (p.alibi_slopes.data != nullptr) return "ALiBi slopes";
   if (const char* why = WhyNoCacheBoxes(p); why[0] != '\0') return why;
-  if (!Vectors(p.q)) return "strides or addresses of the queries are not multiples of 16 bytes";
+  if (!AreVectors(p.q)) return "strides or addresses of the queries are not multiples of 16 bytes";
   if (!TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
     return "TMA does not support the strides of the queries";
   }
