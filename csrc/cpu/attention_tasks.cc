@@ -53,6 +53,7 @@ class TaskMaker {
     total_cost_ = 0;
     for (const ListedSequence& sequence : problem_.sequences) {
       const int64_t num_rows = sequence.num_queries * problem_.group_size;
+      if (num_rows == 0) continue;  // no heads of queries
       AttentionTask task = {};
       task.sequence = &sequence;
       task.split = -1;
