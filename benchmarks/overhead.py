@@ -36,6 +36,10 @@ def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
         yield row
     for name, value in _beyond_the_kernels(us, few, many).items():
         yield compare.derived(case, settings, name, value)
+    (pair,) = _pairs(batch, 1)
+    wait = torch.cuda.synchronize if settings.device == "cuda" else lambda: None
+    host = timers.host_time(pair, lambda _: wait(), steps=100)
+    yield compare.derived(case, settings, "host time of an eager pair", host["host_us"])
     for program in programs if settings.profile else ():
         if program.name in us:
             yield {"begin": [profile.title(program.name), False]}
@@ -69,14 +73,17 @@ def _newest(batch: Batch, which: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def in_torch(batch: Batch, sets: int) -> Prepared:
     """The pair from PyTorch, on the first `sets` input sets."""
+    return attention.prepared(batch, _pairs(batch, sets), ours=True)
+
+
+def _pairs(batch: Batch, sets: int) -> list[Callable[[], Any]]:
 
     def pair(key: Any, value: Any, slots: Any, attend: Callable[[], Any]) -> Any:
         fx.reshape_and_cache_flash(key, value, batch.keys, batch.values, slots)
         return attend()
 
     attends = attention.paged_calls(batch)[:sets]
-    calls = [functools.partial(pair, *_newest(batch, i), attend) for i, attend in enumerate(attends)]
-    return attention.prepared(batch, calls, ours=True)
+    return [functools.partial(pair, *_newest(batch, i), attend) for i, attend in enumerate(attends)]
 
 
 class _Program:

@@ -176,7 +176,9 @@ class ProgramTimer:
 _HOST_SAMPLES, _HOST_STEPS = 15, 2
 
 
-def host_time(run: Callable[[], Any], wait: Callable[[Any], Any]) -> dict[str, float]:
+def host_time(
+    run: Callable[[], Any], wait: Callable[[Any], Any], steps: int = _HOST_STEPS
+) -> dict[str, float]:
     """Microseconds until a call returns, with nobody waiting for the device; each sample begins on an idle one.
 
     host_us: on the clock, so with what the thread waits for in the runtime. host_cpu_us: the time that the calling
@@ -186,9 +188,9 @@ def host_time(run: Callable[[], Any], wait: Callable[[Any], Any]) -> dict[str, f
     wait(run())
     for _ in range(_HOST_SAMPLES):
         start, own_start = time.perf_counter(), time.thread_time()
-        for _ in range(_HOST_STEPS):
+        for _ in range(steps):
             last = run()
-        wall.append((time.perf_counter() - start) / _HOST_STEPS)
-        computing.append((time.thread_time() - own_start) / _HOST_STEPS)
+        wall.append((time.perf_counter() - start) / steps)
+        computing.append((time.thread_time() - own_start) / steps)
         wait(last)
     return {"host_us": statistics.median(wall) * 1e6, "host_cpu_us": statistics.median(computing) * 1e6}

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,12 +143,44 @@ class Library:
         """
         context_record = self.records.context(check_indices=self.check_indices, **context)
         status = self._functions[operation](args, context_record)
-        if status == _OK:
-            return None
+        return None if status == _OK else self._problem(status)
+
+    def _problem(self, status: int) -> str:
         message = (self._cdll.flashxla_last_error() or b"").decode()
         if status == _INVALID_ARGUMENT:
             return message
         raise (MemoryError if status == _OUT_OF_MEMORY else RuntimeError)(f"flashxla: {message}")
+
+    def bound(
+        self, operation: str, args: ctypes.Structure, tensors: Sequence[str], context: str
+    ) -> Callable[[Iterable[int], int], str | None]:
+        """An operation with arguments that stay, but for the addresses of `tensors` and a field of flashxla_context.
+
+        Returns a function of these addresses, in order, and that field; as `run`. Much faster than `run`.
+        """
+        places = [
+            _word(getattr(type(args), name).offset + self.records.tensor.data.offset) for name in tensors
+        ]
+        place = _word(getattr(self.records.context, context).offset)
+        function = self._functions[operation]
+        free: list[tuple[Any, Any, Any, Any]] = []  # records that no thread uses now, and their words
+
+        def run(addresses: Iterable[int], value: int) -> str | None:
+            try:
+                records = free.pop()
+            except IndexError:
+                own = type(args).from_buffer_copy(args)
+                own_context = self.records.context(check_indices=self.check_indices)
+                records = (own, own_context, _words(own), _words(own_context))
+            own, own_context, words, context_words = records
+            for i, address in zip(places, addresses, strict=True):
+                words[i] = address
+            context_words[place] = value
+            status = function(own, own_context)
+            free.append(records)
+            return None if status == _OK else self._problem(status)
+
+        return run
 
     def needs(self, operation: str, args: ctypes.Structure) -> Needs:
         """What a call needs. Raises ValueError for arguments that the kernels do not take."""
@@ -198,6 +230,16 @@ class Library:
     def runtime_api_version(self, api: int) -> str:
         """The XLA FFI API version of the runtime behind an XLA_FFI_Api*."""
         return version_text(self._cdll.flashxla_ffi_runtime_api_version(api))
+
+
+def _words(record: ctypes.Structure) -> Any:
+    """A struct as 64-bit words; setting one is many times as fast as setting a field."""
+    return memoryview(record).cast("B").cast("Q")
+
+
+def _word(offset: int) -> int:
+    assert offset % 8 == 0, offset
+    return offset // 8
 
 
 def version_text(number: int) -> str:

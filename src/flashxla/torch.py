@@ -26,6 +26,8 @@ from flashxla.ops.aliases import with_aliases
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS, Frontend, in_front_end
 from flashxla.ops.op import Op
+from flashxla.torch_calls import LONG_WAY
+from flashxla.torch_short_way import ShortWay
 from flashxla.xla import lazy
 
 if TYPE_CHECKING:
@@ -104,20 +106,29 @@ def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., A
     # PyTorch's own messages about wrong types would name no function of ours, so arguments are looked at first.
     overload = getattr(torch.ops.flashxla, op.name).default
     wanted = [op.names.index(r.when) if r.when else None for r in op.results]
-    short_way = lazy.short_way(op)
+    short_way, lazy_short_way = ShortWay(op), lazy.short_way(op)
 
-    @functools.wraps(public)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        values = torch_calls.checked(op, public(*args, **kwargs))
-        if values[0].is_xla and not torch.compiler.is_compiling():
-            results = short_way(values)
-            if results is not lazy.LONG_WAY:
-                return results
+    def long_way(values: torch_calls.Values) -> Any:
         results = overload(*values)
         if len(wanted) < 2:
             return results
         kept = tuple([r for r, when in zip(results, wanted, strict=True) if when is None or values[when]])
         return kept[0] if len(kept) == 1 else kept
+
+    @functools.wraps(public)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        values = public(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return long_way(torch_calls.checked(op, values))
+        if (results := short_way(values)) is not LONG_WAY:
+            return results
+        given, values = values, torch_calls.checked(op, values)
+        if values[0].is_xla and (results := lazy_short_way(values)) is not LONG_WAY:
+            return results
+        results = long_way(values)
+        if values is given:
+            short_way.learn(values)
+        return results
 
     function.__module__ = __name__
     return function

@@ -6,10 +6,9 @@ that a call that repeats costs little more than its kernel.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,10 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 # what the call's program depends on.
 Values = tuple[Any, ...]
 Signature = tuple[Any, ...]
+
+# The types of tensors that have no way of their own, and what a short way returns for a call that cannot take it.
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+LONG_WAY = object()
 
 
 class TensorMeta(NamedTuple):
@@ -135,9 +138,14 @@ def empty_results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:
     return [
         like.new_empty(computed[r.field].shape, dtype=_DTYPES[computed[r.field].dtype])
         if r.field in computed
-        else like.new_empty((0,), dtype=torch.float32)
+        else _not_computed(like)
         for r in op.results
     ]
+
+
+def _not_computed(like: torch.Tensor) -> torch.Tensor:
+    """What stands for a result that a call does not compute."""
+    return like.new_empty((0,), dtype=torch.float32)
 
 
 def run(op: Op, platform: str, values: Values) -> list[torch.Tensor]:
@@ -147,23 +155,11 @@ def run(op: Op, platform: str, values: Values) -> list[torch.Tensor]:
         # Kernels are launched on the current device.
         with torch.cuda.device(first.get_device()):
             return run(op, platform, values)
-    prepared = _prepare(op, platform, signature(op, values))
-    results = empty_results(op, prepared.call, first) if op.results else []
-    args = type(prepared.template).from_buffer_copy(prepared.template)
-    for i, field in prepared.operands:
-        getattr(args, field).data = values[i].data_ptr() or native.SOME_ADDRESS
-    for i, field in prepared.results:
-        getattr(args, field).data = results[i].data_ptr() or native.SOME_ADDRESS
-    if prepared.workspace_bytes:
-        # Free again as soon as the call is made: who gets it next uses it after this, on the same stream.
-        workspace = first.new_empty((prepared.workspace_bytes,), dtype=torch.uint8)
-        getattr(args, prepared.workspace).data = workspace.data_ptr()
-    problem = native.library(platform).run(op.native, args, **_CONTEXTS[platform](first))
-    if problem:
-        raise ValueError(prepared.call.user_message(problem))
+    prepared = prepare(op, platform, signature(op, values))
+    computed = dict(zip(prepared.results, prepared.run(values), strict=True))
     if prepared.updated:
         mark_updated([values[i] for i in prepared.updated])
-    return results
+    return [computed[i] if i in computed else _not_computed(first) for i in range(len(op.results))]
 
 
 def mark_updated(tensors: list[torch.Tensor]) -> None:
@@ -172,43 +168,50 @@ def mark_updated(tensors: list[torch.Tensor]) -> None:
         torch._C._increment_version(tensors)
 
 
-class _Prepared(NamedTuple):
-    """A resolved call, its native arguments but for the addresses, and the workspace that it needs.
+class Prepared:
+    """A resolved call, ready to run on tensors.
 
-    operands, results: (position among the arguments or results, native field). updated: the positions of arguments
-    that it updates in place. workspace: its field.
+    updated: the positions of the arguments that it updates in place. results: those of the results that it computes.
     """
 
-    call: Call
-    operands: tuple[tuple[int, str], ...]
-    results: tuple[tuple[int, str], ...]
-    updated: tuple[int, ...]
-    template: ctypes.Structure
-    workspace: str
-    workspace_bytes: int
+    def __init__(self, op: Op, platform: str, call: Call, operands: dict[str, Spec]) -> None:
+        fields = [r.field for r in op.results]
+        self.call = call
+        self.updated = tuple(op.names.index(call.operands[i][0]) for i in call.updates)
+        self.results = tuple(fields.index(field) for field, _ in call.results)
+        self._results = [(aval.shape, _DTYPES[aval.dtype]) for _, aval in call.results]
+        self._operands = tuple(op.names.index(name) for name, _ in call.operands)
+        self._workspace_bytes = native_calls.needs(call, platform, operands).workspace_bytes
+        library = native.library(platform)
+        tensors = native_calls.tensors(call, operands)
+        given = [field for _, field in call.operands] + [field for field, _ in call.results]
+        if self._workspace_bytes:
+            (workspace,) = library.operation(op.native).of_kind("workspace")
+            tensors[workspace] = Spec(native_calls.WORKSPACE_DTYPE, (self._workspace_bytes,))
+            given.append(workspace)
+        args = library.arguments(op.native, tensors, dict(call.attributes))
+        context, self._context_of = _CONTEXTS[platform]
+        self._run = library.bound(op.native, args, given, context)
+
+    def run(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Run the call; returns the results that it computes. Raises ValueError."""
+        first = values[0]
+        results = [first.new_empty(shape, dtype=dtype) for shape, dtype in self._results]
+        tensors = [*[values[i] for i in self._operands], *results]
+        if self._workspace_bytes:
+            # Free again as soon as the call is made: who gets it next uses it after this, on the same stream.
+            tensors.append(first.new_empty((self._workspace_bytes,), dtype=torch.uint8))
+        addresses = [tensor.data_ptr() or native.SOME_ADDRESS for tensor in tensors]
+        if problem := self._run(addresses, self._context_of(first)):
+            raise ValueError(self.call.user_message(problem))
+        return results
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare(op: Op, platform: str, signature: Signature) -> _Prepared:
+def prepare(op: Op, platform: str, signature: Signature) -> Prepared:
+    """A call on a platform's tensors. Raises TypeError and ValueError."""
     call = resolve(op, signature)
-    operands = operand_specs(op, call, signature)
-    size = native_calls.needs(call, platform, operands).workspace_bytes
-    tensors = native_calls.tensors(call, operands)
-    library = native.library(platform)
-    workspace = ""
-    if size:
-        (workspace,) = library.operation(op.native).of_kind("workspace")
-        tensors[workspace] = Spec(native_calls.WORKSPACE_DTYPE, (size,))
-    fields = [r.field for r in op.results]
-    return _Prepared(
-        call,
-        operands=tuple((op.names.index(name), field) for name, field in call.operands),
-        results=tuple((fields.index(field), field) for field, _ in call.results),
-        updated=tuple(op.names.index(call.operands[i][0]) for i in call.updates),
-        template=library.arguments(op.native, tensors, dict(call.attributes)),
-        workspace=workspace,
-        workspace_bytes=size,
-    )
+    return Prepared(op, platform, call, operand_specs(op, call, signature))
 
 
 def operand_specs(op: Op, call: Call, signature: Signature) -> dict[str, Spec]:
@@ -227,13 +230,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
-def _cpu_context(_: torch.Tensor) -> dict[str, int]:
-    return {"num_threads": torch.get_num_threads()}
+def _cpu_context(_: torch.Tensor) -> int:
+    return torch.get_num_threads()
 
 
-def _cuda_context(tensor: torch.Tensor) -> dict[str, int]:
+def _cuda_context(tensor: torch.Tensor) -> int:
     # What inductor's programs call too: the public function makes a Stream object each time.
-    return {"stream": torch._C._cuda_getCurrentRawStream(tensor.get_device())}
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
-_CONTEXTS: dict[str, Callable[[torch.Tensor], dict[str, int]]] = {"cpu": _cpu_context, "cuda": _cuda_context}
+# By platform, the field of flashxla_context that says where a call runs, and its value.
+_CONTEXTS: dict[str, tuple[str, Callable[[torch.Tensor], int]]] = {
+    "cpu": ("num_threads", _cpu_context),
+    "cuda": ("stream", _cuda_context),
+}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 
 from tests.frontends import LazyFrontend
 from tests.ops.test_errors import CALLS
+from tests.torch_modes import mode_of
 
 pytestmark = pytest.mark.frontends("lazy")
 
@@ -62,28 +61,6 @@ def test_both_ways_are_one(
         assert x.dtype == y.dtype and np.array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
-def mode_of(frontend: LazyFrontend, name: str) -> Any:
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Dispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **kwargs or {})
-
-    class Function(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **kwargs or {})
-
-    modes: dict[str, Callable[[], Any]] = {
-        "plain": contextlib.nullcontext,
-        "no_grad": frontend.torch.no_grad,
-        "inference": frontend.torch.inference_mode,
-        "dispatch mode": Dispatch,
-        "function mode": Function,
-    }
-    return modes[name]()
-
-
 @pytest.mark.parametrize(
     ("mode", "is_short"),
     [("plain", 1), ("no_grad", 1), ("inference", 1), ("dispatch mode", 0), ("function mode", 0)],
@@ -92,7 +69,7 @@ def mode_of(frontend: LazyFrontend, name: str) -> Any:
 def test_modes(frontend: LazyFrontend, taken: list[str], call: str, mode: str, is_short: int) -> None:
     expected = outcome(frontend, call, arguments(frontend, call))
     taken.clear()
-    with mode_of(frontend, mode):
+    with mode_of(mode):
         values = arguments(frontend, call)
         got = outcome(frontend, call, values)
     assert len(taken) == is_short

@@ -16,10 +16,8 @@ from torch.autograd import forward_ad
 
 from flashxla import torch_calls
 from flashxla.ops.op import Op
+from flashxla.torch_calls import LONG_WAY, PLAIN
 
-# What a call returns that cannot take the short way.
-LONG_WAY = object()
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _MAX_PROGRAMS = 4096
 
 _is_functional = torch._is_functional_tensor
@@ -64,7 +62,7 @@ def short_way(op: Op) -> Callable[[tuple[Any, ...]], Any]:
             if x is None:
                 key.append(None)
                 continue
-            if type(x) not in _PLAIN or not _is_functional(x) or (may_need_grad and x.requires_grad):
+            if type(x) not in PLAIN or not _is_functional(x) or (may_need_grad and x.requires_grad):
                 return LONG_WAY
             inner[i] = x = unwrapped(x)
             key += x.shape, x.dtype, x.device

@@ -1,0 +1,150 @@
+"""Eager calls on cpu and cuda tensors by a short way: a call like one before it goes straight to the native library.
+
+PyTorch's dispatcher, autograd and the checks of arguments take longer than a small kernel runs. What they find out
+about a call depends on its scalars, on its tensors' shapes, strides, dtypes, devices and requires_grad, and on the
+dispatch keys of the tensors and the thread. PyTorch's own guards, those of torch.compile, compare all of these at
+once. The long way (flashxla.torch_library) stays for every call that is new or not plain.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from flashxla import torch_calls
+from flashxla.ops.op import Op
+from flashxla.platforms import PLATFORMS
+from flashxla.torch_calls import LONG_WAY, PLAIN, Values
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # not a public part of PyTorch
+    TensorGuards = None  # type: ignore[assignment,misc]
+
+# Of an op: shapes of the first tensor for which calls are kept, and calls of each.
+_MAX_SHAPES, _MAX_REPEATS = 1024, 8
+
+_Key = torch._C.DispatchKey
+_Keys = torch._C.DispatchKeySet
+
+
+def _keys(*names: str) -> Any:
+    keys = _Keys(getattr(_Key, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(_Key, name))
+    return keys
+
+
+# Through these, and no others, a call of ours goes straight to the kernel of a platform.
+_PLATFORM_KEYS = {
+    platform.name: _keys(
+        platform.torch_key, f"Autograd{platform.torch_key}", "ADInplaceOrView", "BackendSelect"
+    )
+    for platform in PLATFORMS.values()
+}
+
+
+def _is_watched() -> bool:
+    """Whether something looks on, which must see a call, and which no dispatch key shows."""
+    return (
+        torch._C._len_torch_function_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
+
+
+class ShortWay:
+    """The calls of an op that were learnt. It is called with the op's arguments.
+
+    Returns what the public function returns, or LONG_WAY.
+    """
+
+    def __init__(self, op: Op) -> None:
+        self._op = op
+        self._first = next(i for i, is_tensor in enumerate(op.is_tensor) if is_tensor)
+        self._repeats: dict[Any, list[_Repeat]] = {}
+
+    def __call__(self, values: Values) -> Any:
+        """Make a call, if it is like one that was learnt."""
+        first = values[self._first]
+        if type(first) not in PLAIN:
+            return LONG_WAY
+        repeats = self._repeats.get(first.shape)
+        if repeats is None or _is_watched():
+            return LONG_WAY
+        for repeat in repeats:
+            if repeat.is_like(values):
+                return repeat.run(values)
+        return LONG_WAY
+
+    def learn(self, values: Values) -> None:
+        """Take in a call that went the long way, so that the next one like it can take the short one."""
+        if TensorGuards is None or _is_watched() or (platform := _platform(self._op, values)) is None:
+            return
+        key = values[self._first].shape
+        if len(self._repeats) == _MAX_SHAPES:
+            self._repeats.clear()
+        known = self._repeats.get(key, [])
+        # A new list: other threads may be looking through the old one.
+        self._repeats[key] = [_Repeat(self._op, platform, values), *known[: _MAX_REPEATS - 1]]
+
+
+def _platform(op: Op, values: Values) -> str | None:
+    """The platform whose kernel a call goes straight to, None if something comes between."""
+    keys = torch._C._dispatch_tls_local_include_set()
+    for value, is_tensor in zip(values, op.is_tensor, strict=True):
+        if not is_tensor or value is None:
+            continue
+        if type(value) not in PLAIN or (value.requires_grad and torch.is_grad_enabled()):
+            return None
+        keys = keys | torch._C._dispatch_keys(value)
+    keys = keys - torch._C._dispatch_tls_local_exclude_set()
+    for platform, allowed in _PLATFORM_KEYS.items():
+        if (keys | allowed).raw_repr() == allowed.raw_repr():
+            return platform
+    return None
+
+
+class _Repeat:
+    """A call that was made: recognizes those like it, and makes them."""
+
+    def __init__(self, op: Op, platform: str, values: Values) -> None:
+        self._prepared = torch_calls.prepare(op, platform, torch_calls.signature(op, values))
+        given = [i for i, is_tensor in enumerate(op.is_tensor) if is_tensor and values[i] is not None]
+        self._tensors = _getter(given)
+        self._others = _getter([i for i in range(len(values)) if i not in given])
+        self._others_then = self._others(values)
+        self._types = [*map(type, values)]  # 1 is equal to True and to 1.0, and not the same argument
+        self._guards = TensorGuards(
+            *self._tensors(values), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+        self._updated = self._prepared.updated
+        self._counts_updates = not any(values[i].is_inference() for i in self._updated)
+        first = values[given[0]]
+        self._device = first.get_device() if first.is_cuda else None
+
+    def is_like(self, values: Values) -> bool:
+        return (
+            [*map(type, values)] == self._types
+            and self._others(values) == self._others_then
+            and self._guards.check(*self._tensors(values))
+            # Kernels are launched on the current device.
+            and (self._device is None or self._device == torch._C._cuda_getDevice())
+        )
+
+    def run(self, values: Values) -> Any:
+        results = self._prepared.run(values)
+        if self._updated and self._counts_updates:
+            torch._C._increment_version([values[i] for i in self._updated])
+        return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _getter(positions: Sequence[int]) -> Callable[[Values], tuple[Any, ...]]:
+    """A function that picks those of a call's arguments."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: tuple(values[i] for i in positions)
