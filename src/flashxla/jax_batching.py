@@ -109,6 +109,8 @@ class _Merged:
         self.arrays = dict(zip(fields, operands, strict=True))
         self.batched = dict(zip(fields, batch.batched, strict=True))
         self.dims = dict(zip(fields, call.operand_dims, strict=True))
+        # Results behind those of the one call, with one for each call in front.
+        self.more: list[jax.Array] = []
 
     def __contains__(self, field: str) -> bool:
         return field in self.arrays
@@ -147,7 +149,8 @@ class _Merged:
         avals = {t.name: aval_of(given[t.name]) if t.name in given else None for t in op.tensors}
         call = op.resolve(avals, {**dict(self.call.scalars), **scalars})
         got = compute(call)(*(given[name] for name, _ in call.operands))
-        return [self._apart(x, dims) for x, dims in zip(got, self.call.result_dims, strict=True)]
+        dims = self.call.result_dims[: len(got)]
+        return [*(self._apart(x, d) for x, d in zip(got, dims, strict=True)), *self.more]
 
     def _apart(self, x: jax.Array, dims: Dims) -> jax.Array:
         (at,) = (i for i, dim in enumerate(dims) if dim.symbol in _ROWS)
@@ -199,14 +202,16 @@ def _of_attention(merged: _Merged) -> dict[str, Any] | None:
     batched, arrays = merged.batched, merged.arrays
     is_backward = call.op.native == "attention_backward"
     is_paged = "block_table" in merged
-    # These are the same for all sequences of a call; dense keys with lengths of their own could reach the next call's.
-    if (
-        batched.get("sinks")
-        or (is_backward and "sinks" in merged)
-        or ("seqused_k" in merged and not is_paged)
-    ):
+    # Dense keys with lengths of their own could reach the next call's.
+    if "seqused_k" in merged and not is_paged:
         return None
     if merged.count * max(sizes["T"], sizes.get("Tk", 0)) > jnp.iinfo(jnp.int32).max:
+        return None
+    # Sinks are the same for all sequences of a call, and their gradient is a sum over these.
+    if is_backward and "sinks" in merged:
+        merged.more.append(_gradient_of_sinks(merged))
+        del arrays["sinks"]
+    elif batched.get("sinks"):
         return None
 
     if merged.even:
@@ -241,6 +246,20 @@ def _of_attention(merged: _Merged) -> dict[str, Any] | None:
                 return None
             arrays[field] = _per_sequence(merged, field, sizes[heads])
     return {"max_seqlen_q": dict(call.attributes)["max_seqlen_q"]}
+
+
+def _gradient_of_sinks(merged: _Merged) -> jax.Array:
+    """[V, Hq], from what each token makes of it. Nothing else in a backward call reads the sinks."""
+    sinks = merged.each("sinks")
+    lse, out, grad_out = (merged.each(field).astype(jnp.float32) for field in ("lse", "out", "grad_out"))
+    delta = jnp.moveaxis((out * grad_out).sum(-1), 1, 2)
+    if "grad_lse" in merged:
+        delta -= merged.each("grad_lse")
+    above = sinks.astype(jnp.float32)[..., None] - lse
+    # Tokens outside every sequence may be anything.
+    is_seen = (lse > -jnp.inf) & (above > -jnp.inf)
+    weighted = jnp.where(is_seen, jnp.exp(jnp.minimum(above, 0)) * delta, 0)
+    return -weighted.sum(-1).astype(sinks.dtype)
 
 
 def _lengths(merged: _Merged, is_paged: bool) -> jax.Array:

@@ -328,7 +328,7 @@ def _advice(layout: _Layout, dims: Dims, dim: Dimension, ways: int) -> str:
         return "To avoid it, shard all arguments alike"
     heads = [i for i, d in enumerate(dims) if d.symbol in parallel and d != _BATCH and not d.plus]
     instead = f"shard its dimension {heads[0]} (heads) instead" if heads else "replicate it"
-    return f"To avoid it, {instead}, or put the call in jax.shard_map (docs/sharding.md)"
+    return f"To avoid it, {instead}, or divide the call by jax.vmap or jax.shard_map (docs/sharding.md)"
 
 
 def _size(nbytes: int) -> str:

@@ -52,15 +52,17 @@ def calls(rng: np.random.Generator) -> dict[str, tuple[Arguments, Arguments]]:
     }
 
 
+SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
 OPTIONS: list[Arguments] = [
     {},
     {"causal": True, "softmax_scale": 0.3, "softcap": 2.0},
     {"window_size": (2, 1), "deterministic": True},
+    {"causal": True, "s_aux": SINKS},
 ]
 FUNCTIONS = [form.__name__ for form in FORMS]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_results(frontend: Frontend, rng: np.random.Generator, function: str, options: Arguments) -> None:
     given, plain = calls(rng)[function]
@@ -92,15 +94,22 @@ def with_probs(frontend: Frontend, function: str, arguments: Arguments) -> tuple
 
 
 @pytest.mark.frontends("torch", "lazy", "jax", "jax_jit", "torchtpu", "torchtpu_compiled")
+@pytest.mark.parametrize("sinks", [(), ("s_aux",)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradients(frontend: Frontend, rng: np.random.Generator, function: str) -> None:
+def test_gradients(
+    frontend: Frontend, rng: np.random.Generator, function: str, sinks: tuple[str, ...]
+) -> None:
     given, plain = calls(rng)[function]
-    given, plain = given | {"deterministic": True}, plain | {"deterministic": True}
+    more = {"deterministic": True, **dict.fromkeys(sinks, SINKS)}
+    given, plain = given | more, plain | more
     grad = normal(rng, BATCH * LEN_Q, HEADS, DIM)
-    expected = frontend.gradients("flash_attn_varlen_func", plain, ("q", "k", "v"), (grad,))
+    expected = frontend.gradients("flash_attn_varlen_func", plain, ("q", "k", "v", *sinks), (grad,))
     sources = tuple(name for name in ("q", "k", "v", "kv", "qkv") if name in given)
     shaped = grad if "varlen" in function else grad.reshape(BATCH, LEN_Q, HEADS, DIM)
-    got = frontend.gradients(function, given, sources, (shaped,))
+    got = frontend.gradients(function, given, sources + sinks, (shaped,))
+    for name in sinks:
+        assert np.abs(expected[name]).min() > 0
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
     packed = {"q": "q", "k": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
     for name in sources:
         parts = np.stack([expected[part] for part in packed[name]], 1)
@@ -149,6 +158,16 @@ def test_alibi_of_sequences(frontend: Frontend, rng: np.random.Generator) -> Non
     assert_same_bits(flat(got), out, "out")
 
 
+@pytest.mark.frontends("torch", "jax")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_sinks_by_their_newer_name(frontend: Frontend, rng: np.random.Generator, function: str) -> None:
+    given, _ = calls(rng)[function]
+    (expected,), (got,) = (frontend.run(function, {**given, n: SINKS}) for n in ("s_aux", "learnable_sink"))
+    assert_same_bits(got, expected, "out")
+    with pytest.raises(ValueError, match=f"^{function}: learnable_sink: got it beside s_aux; accepted: one"):
+        frontend.run(function, {**given, "s_aux": SINKS, "learnable_sink": SINKS})
+
+
 ERRORS = [
     ("flash_attn_func", {"dropout_p": 0.1}, ValueError, "dropout_p: got 0.1; accepted: 0.0"),
     ("flash_attn_varlen_qkvpacked_func", {"dropout_p": 0.5}, ValueError, "dropout_p: got 0.5; accepted: 0.0"),
@@ -180,6 +199,22 @@ ERRORS = [
     ),
     ("flash_attn_qkvpacked_func", {"softcap": -1.0}, ValueError, "softcap: got -1.0"),
     (
+        "flash_attn_func",
+        {"s_aux": SINKS[:3]},
+        ValueError,
+        r"s_aux: got shape \[3\]; accepted: \[Hq\] with Hq = 4",
+    ),
+    (
+        "flash_attn_kvpacked_func",
+        {"learnable_sink": SINKS[:3]},
+        ValueError,
+        r"learnable_sink: got shape \[3\]",
+    ),
+    # Arguments that these functions do not have stay unknown.
+    ("flash_attn_func", {"page_table": SINKS}, TypeError, "unexpected keyword argument 'page_table'"),
+    ("flash_attn_func", {"s_aux": SINKS, "x": 1}, TypeError, "unexpected keyword argument 'x'"),
+    ("flash_attn_func", {"learnable_sink": SINKS, "x": 1}, TypeError, "unexpected keyword argument 'x'"),
+    (
         "flash_attn_qkvpacked_func",
         {"qkv": np.ones((3, 5, 3, 4, 16), np.int32)},
         TypeError,
@@ -206,5 +241,5 @@ def test_errors(
     message: str,
 ) -> None:
     given, _ = calls(rng)[function]
-    with pytest.raises(error, match=f"^{function}: .*({message})"):
+    with pytest.raises(error, match=f"^{function}(: |\\(\\) got an ).*({message})"):
         frontend.run(function, {**given, **changes})

@@ -191,13 +191,15 @@ def test_ragged_and_paged(kernel: ModuleType) -> None:
 
 def test_gradients(kernel: ModuleType) -> None:
     given, _ = _batch()
-    q, k, v, _ = (x.requires_grad_() for x in given.values())
-    out = kernel.flash_attn_func(q, k, v, causal=True)
+    q, k, v, sinks = sources = [x.requires_grad_() for x in given.values()]
+    out = kernel.flash_attn_func(q, k, v, causal=True, s_aux=sinks)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    mask = torch.ones(7, 9).tril(2).bool()
-    same = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    keys, values = (x.repeat_interleave(2, 1) for x in heads[1:])
+    scores = (heads[0] @ keys.mT / 4).masked_fill(torch.ones(7, 9).tril(2) == 0, -torch.inf)
+    with_sinks = torch.cat([scores, sinks[None, :, None, None].expand(2, 4, 7, 1)], -1)
+    same = with_sinks.softmax(-1)[..., :-1] @ values
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    got, expected = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, same.transpose(1, 2)))
+    got, expected = (torch.autograd.grad((x * weights).sum(), sources) for x in (out, same.transpose(1, 2)))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
@@ -206,7 +208,9 @@ def test_errors(kernel: ModuleType) -> None:
     given, _ = _batch()
     with pytest.raises(ValueError, match=r"^flash_attn_func: dropout_p: got 0.1; accepted: 0.0"):
         kernel.flash_attn_func(**given, dropout_p=0.1)
-    with pytest.raises(ValueError, match=r"^flash_attn_func: k: got shape \[9, 2, 16\]; accepted: \[batch"):
+    with pytest.raises(
+        ValueError, match=r"^flash_attn_func: k: got shape \[9, 2, 16\]; accepted: \[2, Sk, Hk, D\]"
+    ):
         kernel.flash_attn_func(**{**given, "k": given["k"][0]})
     with pytest.raises(TypeError, match=r"^flash_attn_func: v: got dtype float32; accepted: float16"):
         kernel.flash_attn_func(**{**given, "k": given["k"].half()})

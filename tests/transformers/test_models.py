@@ -10,7 +10,6 @@ import transformers
 
 from tests.transformers.conftest import FAMILIES, Make
 
-WINDOWED = {"qwen2", "mistral", "gemma2", "gemma3", "gpt_oss", "starcoder2"}
 LENGTH = 21
 MASKS = {
     "none": None,
@@ -41,8 +40,6 @@ def each(model: Any, function: Any) -> list[Any]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward(make_model: Make, family: str, mask: str) -> None:
-    if mask == "holes" and family in WINDOWED:
-        pytest.skip("a window counts the tokens that are there, as flash-attention's unpadding does")
     model = make_model(family)
     ids, tokens = ids_of(), torch.tensor(MASKS[mask] or [[1] * LENGTH] * 3)
     positions = (tokens.cumsum(1) - 1).clamp(min=0)
@@ -103,6 +100,18 @@ def test_generate(make_model: Make, family: str, cache: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_generate_with_holes(make_model: Make, family: str, cache: str) -> None:
+    """Windows that a hole leaves one token after the other."""
+    model = make_model(family)
+    ids, tokens = ids_of(), torch.tensor(MASKS["holes"])
+    expected, got = each(
+        model, lambda: model.generate(ids, attention_mask=tokens, cache_implementation=cache, **GREEDY)
+    )
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("beams", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
 def test_beam_search(make_model: Make, beams: dict[str, int]) -> None:
     model = make_model("mistral")
@@ -140,7 +149,7 @@ ENCODERS = {
 }
 
 
-@pytest.mark.parametrize("mask", ["none", "left", "right"])
+@pytest.mark.parametrize("mask", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(make_model: Make, family: str, mask: str) -> None:
     model = make_model(ENCODERS[family](), transformers.AutoModel)
@@ -171,8 +180,9 @@ def test_encoder_and_decoder(make_model: Make) -> None:
 
 
 @pytest.mark.parametrize("mask", ["none", "left", "holes"])
-def test_compiled_without_a_break(make_model: Make, mask: str) -> None:
-    model = make_model("llama")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_without_a_break(make_model: Make, family: str, mask: str) -> None:
+    model = make_model(family)
     model.set_attn_implementation("flashxla")
     ids, tokens = ids_of(), torch.tensor(MASKS[mask] or [[1] * LENGTH] * 3)
     arguments = {} if MASKS[mask] is None else {"attention_mask": tokens}

@@ -11,10 +11,11 @@ from tests.transformers.test_models import GREEDY, MASKS, ids_of
 torch_xla = pytest.importorskip("torch_xla")
 
 
+@pytest.mark.parametrize("mask_name", ["left", "holes"])
 @pytest.mark.parametrize("family", ["gemma2"])
-def test_generate(make_model: Make, family: str) -> None:
+def test_generate(make_model: Make, family: str, mask_name: str) -> None:
     model = make_model(family)
-    ids, tokens = ids_of(), torch.tensor(MASKS["left"])
+    ids, tokens = ids_of(), torch.tensor(MASKS[mask_name])
     positions = (tokens.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         model.set_attn_implementation("eager")

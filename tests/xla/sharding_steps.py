@@ -26,6 +26,8 @@ KIND = AxisType.Explicit if EXPLICIT else AxisType.Auto
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(KIND, KIND))
 RNG = np.random.default_rng(int(sys.argv[3]))
 TOKENS, HEADS, KV_HEADS, DIM, PAGES, PAGE, TABLE = 6, 8, 4, 16, 64, 8, 2
+# The collectives of a program, and what each makes.
+MADE = re.compile(r"= \(?\w+\[([\d,]*)\][^=]* (?:all-|collective-|reduce-scatter)[\w-]*\(")
 MOVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
 BOTH = ("a", "b")
 
@@ -133,6 +135,66 @@ def check_decoding() -> None:
             close((out, lse, new), (expected[0], expected[1], expected[2] if pair else (expected[2],)))
 
 
+def check_sharded_tokens() -> None:
+    """Ragged tokens and sequences in parts: gathered, each with a warning, but the caches stay and are whole pages."""
+    lens, starts = np.array([9, 1, 16, 5], np.int32), np.array([0, 1, 4, 5, 6], np.int32)
+    count, table = np.array([4], np.int32), RNG.permutation(PAGES)[:8].reshape(4, TABLE).astype(np.int32)
+    query, key = normal(TOKENS, HEADS, DIM), normal(TOKENS, KV_HEADS, DIM)
+    caches = [normal(PAGES, PAGE, KV_HEADS, DIM) for _ in "kv"]
+
+    def step(query: Any, key: Any, lens: Any, table: Any, k: Any, v: Any) -> Any:
+        return fx.ragged_paged_attention(query, key, key, (k, v), lens, table, starts, count, 0.2)
+
+    given = (query, key, lens, table, *caches)
+    tokens, cached = P("a", "b"), P(None, None, "b")
+    specs = (tokens, tokens, P("a"), P("a"), cached, cached)
+    arrays = [put(x, s) for x, s in zip(given, specs, strict=True)]
+    function = jax.jit(step, donate_argnums=(4, 5))
+    compiled, messages = warned(lambda: function.lower(*arrays).compile())
+    names = ["query", "key", "value", "context_lens", "block_tables"]
+    assert [m.split()[1] for m in messages] == names, messages
+    assert all("in 2 parts, which the call cannot keep" in m and "jax.vmap" in m for m in messages), messages
+    part = arrays[4].nbytes // 2
+    made = [4 * np.prod([int(n) for n in m.split(",") if n]) for m in MADE.findall(compiled.as_text())]
+    assert len(made) == len(moves(compiled)) > 0 and max(made) < part, made
+    assert compiled.memory_analysis().temp_size_in_bytes < part
+    before = [s.data.unsafe_buffer_pointer() for x in arrays[4:] for s in x.addressable_shards]
+    out, new = function(*arrays)
+    assert before == [s.data.unsafe_buffer_pointer() for x in new for s in x.addressable_shards]
+    close((out, new), step(*given))
+
+
+def check_replicas() -> None:
+    """What such a batch is for: parts with sequences and pages of their own, in jax.shard_map, by their own numbers."""
+    replicas, sequences, pages = 2, 3, PAGES // 2
+    lens, starts = (
+        np.array([[5, 11, 3], [1, 16, 8]], np.int32),
+        np.array([[0, 3, 4, 6], [0, 1, 2, 2]], np.int32),
+    )
+    count = np.array([3, 2], np.int32)
+    table = np.stack([RNG.permutation(pages)[: sequences * TABLE] for _ in range(replicas)]).astype(np.int32)
+    query, key = normal(replicas * TOKENS, HEADS, DIM), normal(replicas * TOKENS, KV_HEADS, DIM)
+    k, v = (normal(PAGES, PAGE, KV_HEADS, DIM) for _ in "kv")
+    index = (lens.reshape(-1), table.reshape(-1, TABLE), starts.reshape(-1), count)
+
+    def step(query: Any, key: Any, k: Any, v: Any, *index: Any) -> Any:
+        return fx.ragged_paged_attention(query, key, key, (k, v), *index, 0.2)
+
+    tokens, cached = P("a", "b"), P("a", None, "b")
+    specs = (tokens, tokens, cached, cached, P("a"), P("a"), P("a"), P("a"))
+    arrays = [put(x, s) for x, s in zip((query, key, k, v, *index), specs, strict=True)]
+    mapped = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=(tokens, (cached, cached)))
+    function = jax.jit(mapped, donate_argnums=(2, 3))
+    compiled, messages = warned(lambda: function.lower(*arrays).compile())
+    assert moves(compiled) == [] and messages == [], messages
+    assert hlo.Program("", compiled.as_text(), 0).copies(at_least=k.nbytes // 4) == []
+    got = function(*arrays)
+    of_each = [
+        step(*(np.array_split(x, replicas)[i] for x in (query, key, k, v, *index))) for i in range(replicas)
+    ]
+    close(got, jax.tree.map(lambda *parts: np.concatenate(parts), *of_each))
+
+
 def check_scan() -> None:
     """Layers under scan, the caches its carry."""
     layers = 3
@@ -195,16 +257,16 @@ def check_gradients() -> None:
         assert not stays or ("all-reduce" in moves(compiled)) == shared, specs
         close(function(*arrays), jax.grad(loss, (0, 1, 2, 3))(*given))
 
-    q, k, v = normal(4, 32, 4, DIM), normal(4, 32, 2, DIM), normal(4, 32, 2, DIM)
+    q, k, v, sinks = normal(4, 32, 4, DIM), normal(4, 32, 2, DIM), normal(4, 32, 2, DIM), normal(4)
 
-    def of_batch(q: Any, k: Any, v: Any) -> Any:
-        out, lse, _ = fx.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    def of_batch(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out, lse, _ = fx.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, s_aux=sinks)
         return out, lse, out.sum() + lse.sum()
 
-    function = jax.jit(jax.value_and_grad(lambda *x: of_batch(*x)[2], (0, 1, 2)))
-    arrays = [put(x, P("a", None, "b")) for x in (q, k, v)]
-    assert set(moves(function.lower(*arrays).compile())) == {"all-reduce"}  # of the loss
-    close(function(*arrays), function(q, k, v))
+    function = jax.jit(jax.value_and_grad(lambda *x: of_batch(*x)[2], (0, 1, 2, 3)))
+    arrays = [*(put(x, P("a", None, "b")) for x in (q, k, v)), put(sinks, P("b"))]
+    assert set(moves(function.lower(*arrays).compile())) == {"all-reduce"}  # of the loss, and of sinks
+    close(function(*arrays), function(q, k, v, sinks))
     assert moves(jax.jit(lambda *x: of_batch(*x)[:2]).lower(*arrays).compile()) == []
 
 
@@ -389,7 +451,7 @@ def check_that_programs_tell_calls_apart() -> None:
 
 
 PARTS = {
-    "decoding": (check_decoding, check_scan),
+    "decoding": (check_decoding, check_scan, check_sharded_tokens, check_replicas),
     "gradients": (check_gradients, check_vmap),
     "random": (check_random,),
     "warnings": (

@@ -85,12 +85,22 @@ def varlen(q: Any, k: Any, v: Any, starts: Any, sinks: Any = None) -> Any:
     )
 
 
-def gradient(q: Any, k: Any, v: Any, starts: Any) -> Any:
-    def loss(*qkv: Any) -> Any:
-        out, lse = varlen(*qkv, starts)
+def gradient(q: Any, k: Any, v: Any, starts: Any, sinks: Any = None) -> Any:
+    def loss(*given: Any) -> Any:
+        out, lse = varlen(*given[:3], starts, *given[3:])
         return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
 
-    return jax.grad(loss, (0, 1, 2))(q, k, v)
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return jax.grad(loss, tuple(range(len(given))))(*given)
+
+
+def gradient_of_dense(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    def loss(*given: Any) -> Any:
+        *qkv, sinks = given
+        parts = (x.reshape(T, 1, *x.shape[1:]) for x in qkv)
+        return (fx.flash_attn_func(*parts, s_aux=sinks) ** 2).sum()
+
+    return jax.grad(loss, (0, 1, 2, 3))(q, k, v, sinks)
 
 
 def dense(q: Any, k: Any, v: Any) -> Any:
@@ -117,6 +127,8 @@ TABLE: list[tuple[Callable[..., Any], str, str, bool]] = [
     (varlen, "q k v starts sinks", "k v sinks", True),
     (gradient, "q k v starts", "", True),
     (gradient, "q k v starts", "k v starts", True),
+    (gradient, "q k v starts sinks", "sinks", True),
+    (gradient_of_dense, "q k v sinks", "sinks", True),
     (dense, "q k v", "", True),
     (lambda k, v, k_cache, v_cache, slots: fx.reshape_and_cache_flash(k, v, k_cache, v_cache, slots),
      "k v k_cache v_cache slots", "", True),

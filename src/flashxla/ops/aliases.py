@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from flashxla.ops.messages import in_words_of, value_error
 
 ALIASES = {"page_table": "block_table", "learnable_sink": "s_aux", "return_lse": "return_softmax_lse"}
-FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 
 def with_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A public function that also takes the other names, if it is one of those. Its errors use the caller's."""
+    """A public function that also takes the other names, if it is flash-attention's. Its errors use the caller's."""
     name = function.__name__
-    if name not in FUNCTIONS:
+    if not name.startswith("flash_attn"):
         return function
+    has = inspect.signature(function).parameters
+    aliases = {other: ours for other, ours in ALIASES.items() if ours in has}
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
-        used = {ALIASES[other]: other for other in kwargs if other in ALIASES}
+        used = {aliases[other]: other for other in kwargs if other in aliases}
         if not used:
             return function(*args, **kwargs)
         for ours, other in used.items():
@@ -30,6 +32,8 @@ def with_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
+            if not str(error).startswith(f"{name}: "):  # Python's own
+                raise
             raise in_words_of(error, name, used) from error
 
     return named

@@ -42,6 +42,7 @@ class Options(NamedTuple):
     alibi_slopes: Any
     deterministic: Any
     return_attn_probs: Any
+    s_aux: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,7 @@ def _form(
         "window_size": options.window_size,
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
+        "s_aux": options.s_aux,
         "deterministic": options.deterministic,
         "return_softmax_lse": bool(options.return_attn_probs),
     }
@@ -149,6 +151,8 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """flash_attn_varlen_func for sequences of one length.
 
@@ -158,6 +162,7 @@ def flash_attn_func(
         dropout_p: 0.
         alibi_slopes: float32 [Hq] or [B, Hq].
         return_attn_probs: also return the LSE, and None in place of the probabilities.
+        s_aux: [Hq] attention sinks, with gradients. Also learnable_sink.
         softmax_scale, causal, window_size, softcap, deterministic: as flash_attn_varlen_func.
 
     Returns:
@@ -166,7 +171,7 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: wrong dtypes or shapes, dropout.
 
-    Semantics of flash-attention's flash_attn_func.
+    Semantics of flash-attention's flash_attn_func, with attention sinks beside.
     """
     options = Options(
         dropout_p,
@@ -177,6 +182,7 @@ def flash_attn_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        s_aux,
     )
     return _dense("flash_attn_func", q, k, v, options)
 
@@ -192,6 +198,8 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """flash_attn_func with keys and values in one tensor.
 
@@ -212,6 +220,7 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        s_aux,
     )
     return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options, _OF_KV)
 
@@ -226,6 +235,8 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """flash_attn_func with queries, keys and values in one tensor.
 
@@ -245,6 +256,7 @@ def flash_attn_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        s_aux,
     )
     return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options, _OF_QKV)
 
@@ -264,6 +276,8 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """flash_attn_varlen_func with keys and values in one tensor.
 
@@ -289,6 +303,7 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        s_aux,
     )
     return _form(
         name,
@@ -312,6 +327,8 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Any = None,
 ) -> Any:
     """flash_attn_varlen_func with queries, keys and values in one tensor.
 
@@ -336,6 +353,7 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        s_aux,
     )
     return _form(
         name,

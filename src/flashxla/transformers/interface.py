@@ -120,9 +120,26 @@ def _padded(
         x.take_along_dim(order[:, None, :, None], dim=2)
         for x, order in ((query, order_q), (key, order_k), (value, order_k))
     )
-    out = _rows(query, key, value, spans, options)
+    if options.sliding_window is None:
+        out = _rows(query, key, value, spans, options)
+    else:
+        out = _windowed(query, key, value, mask, options)
     out = out.reshape(query.shape[0], query.shape[2], *out.shape[-2:])
     return out.take_along_dim(order_q.argsort(dim=1)[:, :, None, None], dim=1)
+
+
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
+) -> torch.Tensor:
+    """A window of places of which not all are tokens. Returns [B * Sq, Hq, Dv]."""
+    arguments = options.flash_attn()
+    queries, side = query.shape[2], arguments["window_size"][0]
+    sides = (side, 0 if options.causal else side)
+    at = rows.windowed(mask, queries, sides)
+    arguments |= {"max_seqlen_q": queries, "max_seqlen_k": key.shape[2]}
+    if sides[1]:  # each query is a sequence of its own
+        arguments |= {"max_seqlen_q": 1, "window_size": (-1, -1)}
+    return fx.flash_attn_varlen_func(_flat(query), _flat(key), _flat(value), **at._asdict(), **arguments)
 
 
 def _rows(

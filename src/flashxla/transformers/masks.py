@@ -82,21 +82,24 @@ def spans(
             return None
         end = torch.as_tensor(q_offset + q_length, device=device).to(torch.int32).reshape(1, 1)
         tokens = torch.cat([torch.zeros_like(end), end], dim=1).expand(batch_size, 2)
-        return _spans(tokens, q_length, q_offset, kv_length, kv_offset, queries_are_keys)
-    if not reads_values(attention_mask):
-        return attention_mask[:, kv_offset:]
-    if causal:
+        return _spans(tokens - kv_offset, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
+    can_read = reads_values(attention_mask)
+    if causal and can_read:
         attention_mask = attention_mask[:, : int(q_offset) + q_length]
+    # The last kv_length positions begin at kv_offset. A mask that generate() has asked for comes a second time.
+    attention_mask = attention_mask[:, -kv_length:]
+    if not can_read:
+        return attention_mask
     count = attention_mask.sum(1)
     first = attention_mask.int().argmax(1)
     end = torch.where(count > 0, attention_mask.shape[1] - attention_mask.flip(1).int().argmax(1), first)
     every, together = torch.stack([attention_mask.all(), (end - first == count).all()]).tolist()
-    if every and attention_mask.shape[1] >= kv_offset + kv_length:
+    if every and attention_mask.shape[1] >= kv_length:
         return None
     if not together:
-        return attention_mask[:, kv_offset:]
+        return attention_mask
     tokens = torch.stack([first, end], dim=1).to(torch.int32)
-    return _spans(tokens, q_length, q_offset, kv_length, kv_offset, queries_are_keys)
+    return _spans(tokens, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
 
 
 def reads_values(tensor: torch.Tensor) -> bool:
@@ -115,17 +118,16 @@ def is_spans(mask: torch.Tensor) -> bool:
 def _spans(
     tokens: torch.Tensor,
     q_length: int,
-    q_offset: int | torch.Tensor,
+    first_query: int | torch.Tensor,
     kv_length: int,
-    kv_offset: int,
     queries_are_keys: bool,
 ) -> torch.Tensor:
-    """tokens: int32 [B, 2], the positions of the first token and of the first after them."""
-    keys = (tokens - kv_offset).clamp(0, kv_length)
+    """tokens: int32 [B, 2], which key is the first token and which the first after them. first_query: which key."""
+    keys = tokens.clamp(0, kv_length)
     queries = torch.zeros_like(tokens)
     queries[:, 1] = q_length
     if queries_are_keys:
-        queries = (tokens - q_offset).clamp(0, q_length).to(torch.int32)
+        queries = (tokens - first_query).clamp(0, q_length).to(torch.int32)
     return torch.cat([queries, keys], dim=1)[:, None, None]
 
 

@@ -130,12 +130,55 @@ def together(tokens: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Te
     tokens: bool [B, M], which keys are; the last `queries` are the queries. Returns int64 [B, queries], int64 [B, M]
     and int32 [B, 1, 1, 4].
     """
+    return once(tokens, ("together", queries), lambda: _together(tokens, queries))
+
+
+def _together(tokens: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     orders, ends = [], []
     for part in (tokens[:, -queries:], tokens):
         orders.append(part.logical_not().int().argsort(dim=1, stable=True))
         ends.append(part.sum(1, dtype=torch.int32))
     zero = torch.zeros_like(ends[0])
     return orders[0], orders[1], torch.stack([zero, ends[0], zero, ends[1]], dim=1)[:, None, None]
+
+
+def windowed(tokens: torch.Tensor, queries: int, sides: tuple[int, int]) -> Dense:
+    """The sequences of a window, in the orders of `together`, for keys [B * M, Hk, D].
+
+    A window is one of places, be they tokens or not, and the operations count the keys that are there. So a sequence
+    is a run of queries for which both are the same, and two sequences may have keys in common.
+
+    sides: how many places to the left and to the right a query sees. (w, 0) is for causal attention with that window.
+    Otherwise each query is a sequence of its own, which sees all of its keys.
+    """
+    return once(tokens, ("windowed", queries, sides), lambda: _windowed(tokens, queries, sides))
+
+
+def _windowed(tokens: torch.Tensor, queries: int, sides: tuple[int, int]) -> Dense:
+    left, right = sides
+    rows, length = tokens.shape
+    order, _, _ = together(tokens, queries)
+    places = order + (length - queries)
+    # The keys that a query sees, by their numbers among a row's tokens: [first, end).
+    before = torch.nn.functional.pad(tokens.cumsum(1, dtype=torch.int32), (1, 0))
+    is_token = tokens.gather(1, places)
+    first = torch.where(is_token, before.gather(1, (places - left).clamp(min=0)), before[:, -1:])
+    end = torch.where(is_token, before.gather(1, (places + right + 1).clamp(max=length)), first)
+
+    begins = torch.ones_like(is_token)
+    if right == 0:
+        # One that the operation's window serves goes on; so does one that sees what the sequence began with.
+        served = first == (end - 1 - left).clamp(min=0)
+        begins[:, 1:] = served[:, 1:].logical_not() & (served[:, :-1] | (first.diff(dim=1) != 0))
+    # As many sequences as queries, of which those at the end are empty.
+    total = rows * queries
+    numbers = torch.arange(total, dtype=torch.int32, device=tokens.device)
+    starts = torch.where(begins.flatten(), numbers, total).sort().values
+    offsets = torch.cat([starts, starts.new_full((1,), total)])
+    row_starts = length * torch.arange(rows, dtype=torch.int32, device=tokens.device)[:, None]
+    first_keys = torch.cat([(first + row_starts).flatten(), offsets.new_full((1,), rows * length)])[offsets]
+    end_keys = (end + row_starts).flatten()[offsets[1:] - 1]
+    return Dense(offsets, first_keys, seqused_k=(end_keys - first_keys[:-1]).clamp(min=0))
 
 
 def _offsets(rows: int, length: int, device: torch.device) -> torch.Tensor:
