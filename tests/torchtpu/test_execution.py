@@ -113,6 +113,21 @@ def test_a_number_that_sets_a_shape_is_a_new_graph() -> None:
     assert compiled(lambda x, size: x[:size] + 0.5, calls) == [(1, 1), (1, 1), (0, 1)]
 
 
+def test_without_options_too_there_are_no_dynamic_graphs() -> None:
+    """use_cpu and use_gpu switch them off: TorchTPU's programs for them are for TPUs."""
+    for calls in (
+        [(ones(n), 1.5) for n in (117, 118, 119, 118)],
+        [(ones(117), n) for n in (2, 3, 4, 3)],
+        [(ones(117), n) for n in (2.5, 3.5, 4.5, 3.5)],
+    ):
+        torch._dynamo.reset()
+        assert compiled(torch.mul, calls, dynamic=None) == [(1, 1), (1, 1), (1, 1), (0, 1)]
+    torch._dynamo.reset()
+    step = torch.compile(chain, backend="tpu")
+    for n in (120, 121, 122):
+        torch.testing.assert_close(step(ones(n)).cpu(), chain(torch.ones(n)))
+
+
 def test_a_number_in_a_tensor_is_one_graph() -> None:
     calls = [(ones(108), torch.tensor(n).to("tpu")) for n in (2.0, 3.0, 4.0)]
     assert [graphs for graphs, _ in compiled(torch.mul, calls)] == [1, 0, 0]
@@ -159,6 +174,18 @@ def test_beyond_the_recompile_limit_the_function_is_eager() -> None:
 def test_dynamic_shapes_are_refused() -> None:
     with pytest.raises(Exception, match=r"does not support torch\.compile\(..., dynamic=True"):
         compiled(chain, [(ones(114),)], dynamic=True)
+
+
+def test_a_compiled_step_is_one_program_and_one_for_all_its_caches() -> None:
+    """Which makes sure that no clone shares them (tests/torchtpu/test_memory.py)."""
+    key, value, cache, _, *others = [x.to("tpu") for x in arguments()]
+    caches = [(torch.zeros_like(cache), torch.zeros_like(cache)) for _ in range(3)]
+
+    def layers() -> list[torch.Tensor]:
+        return [write_and_attend(key, value, *pair, *others) for pair in caches]
+
+    assert compiled(layers, [(), ()]) == [(1, 2), (0, 2)]
+    assert ran(lambda: write_and_attend(key, value, *caches[0], *others)) == 3  # a write has two caches
 
 
 # Devices

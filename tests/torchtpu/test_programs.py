@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -69,6 +71,33 @@ def test_logits(name: str) -> None:
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
 
 
+@pytest.fixture
+def cumsum() -> Iterator[None]:
+    """Which the CPU plugin, and no other, cannot compile."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        if os.environ["PJRT_DEVICE"] == "CPU":
+
+            def sums(x: torch.Tensor, dim: int, *, dtype: Any = None) -> torch.Tensor:
+                x = x.movedim(dim, -1).float()
+                result = x @ torch.ones(x.shape[-1], x.shape[-1], device=x.device).triu()
+                return result.movedim(-1, dim).to(dtype or torch.int64)
+
+            library.impl("cumsum", sums, "PrivateUse1", allow_override=True)
+        yield
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generate(cumsum: None, beams: int) -> None:
+    """Of transformers: greedy, and with beams, which move the cache's rows."""
+    model, on_tpu = build("llama")
+    ids = torch.randint(1, 256, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    got = on_tpu.generate(ids.to("tpu"), attention_mask=mask.to("tpu"), **options)
+    assert torch.equal(got.cpu(), model.generate(ids, attention_mask=mask, **options))
+
+
 @pytest.mark.parametrize(
     ("name", "compiled", "dtype", "tolerance"),
     [
@@ -124,6 +153,73 @@ def test_saving_and_loading() -> None:
         other.load_state_dict(saved["optimizer"])
         moment = other.state_dict()["state"][0]["exp_avg"].cpu()
         assert torch.equal(moment, optimizer.state_dict()["state"][0]["exp_avg"].cpu())
+
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "Adafactor": {},
+    "RMSprop": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_with_a_schedule_and_checkpointed_activations(name: str) -> None:
+    torch.manual_seed(0)
+    given = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    seen = []
+    for place in ("cpu", "tpu"):
+        model = copy.deepcopy(given).to(place)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **OPTIMIZERS[name])
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        for i in range(4):
+            x = (torch.linspace(-1, 1, 8).view(2, 4) + i).to(place)
+            out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+            (out**2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        seen.append([x.detach().cpu() for x in model.parameters()])
+    for was, got, right in zip(given.parameters(), seen[1], seen[0], strict=True):
+        # Most divide gradients by their size, which magnifies what rounding leaves of those near zero.
+        torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-4)
+        assert (got - was).abs().max() > 5e-3
+
+
+def scaled_step() -> None:
+    model, scaler = torch.nn.Linear(2, 2).to("tpu"), torch.amp.GradScaler("tpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler.scale(model(torch.ones(1, 2).to("tpu")).sum()).backward()
+    scaler.step(optimizer)
+
+
+def weight_norm() -> None:
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2).to("tpu"))
+    layer(torch.ones(1, 2).to("tpu")).sum().backward()
+
+
+def compiled_cond() -> None:
+    step = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="tpu")
+    step(torch.ones(2).to("tpu"))
+
+
+LACKS: dict[str, tuple[Callable[[], Any], str]] = {
+    "pin_memory": (lambda: torch.ones(2).pin_memory(), "host memory allocator"),
+    "DLPack": (lambda: torch.from_dlpack(torch.ones(2).to("tpu")), "Unknown device type tpu"),
+    "cholesky": (lambda: torch.linalg.cholesky(torch.eye(2).to("tpu")), "not implemented for TPU"),
+    "GradScaler": (scaled_step, "not implemented for TPU"),
+    "weight_norm": (weight_norm, "not implemented for TPU"),
+    "cond": (compiled_cond, "during an FX trace"),
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_torchtpu_lacks(name: str) -> None:
+    """Where this fails, TorchTPU has it now: say so in docs/torchtpu.md."""
+    call, message = LACKS[name]
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        call()
 
 
 def test_data_loader() -> None:

@@ -104,6 +104,7 @@ def _prepare_jax(platform: Platform) -> None:
 
 
 def _prepare_torch(platform: Platform, plugin: Path) -> None:
+    import torch._dynamo
     from torch.compiler import config
 
     from flashxla.xla import torch_tpu_attention, torch_tpu_graphs, torch_tpu_processes
@@ -111,6 +112,8 @@ def _prepare_torch(platform: Platform, plugin: Path) -> None:
     torch_tpu_processes.register()
     torch_tpu_attention.install()
     torch_tpu_graphs.install()
+    # TorchTPU's programs for dynamic graphs are for TPUs. So each shape gets a graph of its own, as in PyTorch/XLA.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     # PyTorch keeps compiled graphs on disk, and knows nothing of what a graph of the same operations depends on here.
     made_by = (install.version("flashxla"), platform.name, plugin, plugin.stat().st_mtime_ns)
     config.cache_key_tag += " ".join(map(str, ("flashxla", *made_by)))

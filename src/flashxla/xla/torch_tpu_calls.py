@@ -35,8 +35,7 @@ def run(op: Op, values: Values, donate: bool) -> tuple[Call, list[torch.Tensor]]
     made = program(op, torch_calls.signature(op, values))
     operands = [values[i] for i in made.operands]
     donated = [i for i in made.call.updates if donatable(operands, i)] if donate and not _is_tracing() else []
-    for i in donated:
-        own(operands[i])
+    own([operands[i] for i in donated])
     results = tpu_torch_pallas.call_custom_kernel(
         _name(op),
         made.key,

@@ -32,8 +32,7 @@ class DonatingArtifact(CompiledArtifact):
         """Run the graph, on one list of its inputs or on the inputs."""
         boxed = len(args) == 1 and isinstance(args[0], (list, tuple))
         inputs = args[0] if boxed else args
-        for i in self.donated:
-            own(inputs[i])
+        own([inputs[i] for i in self.donated])
         return self.artifact(*args)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -75,7 +74,7 @@ def install() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> CompiledArtifact:
-        updated = sorted(set(_updated_inputs(graph_module.graph)))
+        updated = sorted({i for i in _updated_inputs(graph_module.graph) if example_inputs[i].numel()})
         if not updated:
             return compile_graph(self, graph_module, example_inputs, *args, **kwargs)
         is_tensor = [isinstance(x, torch.Tensor) for x in example_inputs]

@@ -1,7 +1,8 @@
 """Caches that keep their memory on TorchTPU: they are donated to the program that updates them.
 
 TorchTPU lets a tensor share a buffer with its clones until one of them is changed, and takes a donated buffer from all
-of them. Only its own in-place operations know whether a buffer is shared: one that changes nothing goes first.
+of them. Only its own in-place operations know whether a buffer is shared: one that changes nothing goes first, for all
+the caches of a call together.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import torch
 from flashxla.xla import pjrt_adapter
 
 
-def own(tensor: torch.Tensor) -> None:
-    """Give a tensor a buffer that no clone of it shares. One that it has to itself stays."""
-    if tensor.numel():
+def own(tensors: list[torch.Tensor]) -> None:
+    """Give each tensor a buffer that no clone of it shares. One that it has to itself stays.
+
+    They are multiplied by a literal 1 in one program, of which XLA keeps nothing: only a shared buffer is read, for its
+    copy. (A number would be the program's input, and every buffer would be read and written.)
+    """
+    if tensors:
         with torch.no_grad():
-            tensor.index_copy_(0, *_no_rows(tensor.shape[1:], tensor.dtype, tensor.device))
+            torch._foreach_mul_(tensors, _one())
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -42,11 +47,9 @@ def donatable(tensors: Sequence[torch.Tensor | None], position: int) -> bool:
     )
 
 
-@functools.lru_cache
-def _no_rows(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty index and its rows."""
-    return torch.empty(0, dtype=torch.int64, device=device), torch.empty(
-        (0, *shape), dtype=dtype, device=device
-    )
+@functools.cache
+def _one() -> torch.Tensor:
+    """A literal in the programs of the operations that take it. An integer, which no dtype is promoted by."""
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    return tpu_torch_compile.make_constant_tensor(torch.ones((), dtype=torch.int32))
