@@ -16,7 +16,8 @@ def use_cpu() -> None:
     """Run TorchTPU on this machine's CPU, through a PJRT plugin for CPUs: the package xla-cpu-pjrt, or the file that
     FLASHXLA_PJRT_PLUGIN names. Tensors have the device "tpu", which is what TorchTPU calls it.
 
-    Call it before the first such tensor is made.
+    Call it before the first such tensor is made. It also sets torch._dynamo.config.automatic_dynamic_shapes to False:
+    each shape is a graph of its own.
 
     Raises:
         RuntimeError: TorchTPU has started already, or TorchTPU or a plugin is not installed.

@@ -50,7 +50,8 @@ def use_gpu(
 
     Call it before the first XLA device is used. For PyTorch/XLA it is PJRT_DEVICE=CUDA as a call; TorchTPU's tensors
     have the device "tpu" here, too. What it sets are environment variables, which processes started from here inherit.
-    An option that is not given keeps what its variable says, else XLA's default.
+    An option that is not given keeps what its variable says, else XLA's default. With TorchTPU it also sets
+    torch._dynamo.config.automatic_dynamic_shapes to False: each shape is a graph of its own.
 
     Args:
         memory_fraction: share of the GPU's memory for XLA's allocator (XLA_CLIENT_MEM_FRACTION); XLA's default
