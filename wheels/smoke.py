@@ -41,7 +41,9 @@ def expected_instruction_set() -> str:
     flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     if not {"avx2", "fma", "f16c"} <= flags:
         return "baseline"
-    return "avx512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "avx2"
+    if not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+        return "avx2"
+    return "avx512_bf16" if "avx512_bf16" in flags else "avx512"
 
 
 def check() -> None:

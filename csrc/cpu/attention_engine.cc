@@ -7,6 +7,8 @@ namespace flashxla {
 const AttentionEngines& GetAttentionEngines() {
 #if defined(FLASHXLA_X86)
   switch (GetIsa()) {
+    case Isa::kAvx512Bf16:
+      return Avx512Bf16AttentionEngines();
     case Isa::kAvx512:
       return Avx512AttentionEngines();
     case Isa::kAvx2:

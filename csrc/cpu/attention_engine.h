@@ -63,8 +63,9 @@ struct AttentionEngines {
 };
 
 const AttentionEngines& BaselineAttentionEngines();
-const AttentionEngines& Avx2AttentionEngines();    // x86-64 only
-const AttentionEngines& Avx512AttentionEngines();  // x86-64 only
+const AttentionEngines& Avx2AttentionEngines();        // x86-64 only
+const AttentionEngines& Avx512AttentionEngines();      // x86-64 only
+const AttentionEngines& Avx512Bf16AttentionEngines();  // x86-64 only
 
 // The engines of the instruction set in use (GetIsa).
 const AttentionEngines& GetAttentionEngines();

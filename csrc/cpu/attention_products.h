@@ -73,12 +73,10 @@ bool LoadRow(const char* bytes, int64_t stride, int64_t n, float* dst) {
   return largest < 0x7f800000;
 }
 
-// weights[key][row] = dot(keys[key], queries[.][row]) for keys [begin, end) and the first kVectors
-// vectors of rows. begin and end are multiples of kScoreKeys. before_block() is called before every
-// kScoreKeys keys.
-template <int kStride, int kVectors, typename Function>
-void ScorePanel(const float* keys, const float* queries, int64_t head_size, int64_t begin,
-                int64_t end, float (*weights)[kPanelRows], Function&& before_block) {
+// scores[m][row] = dot(keys[m], queries[.][row]) for kScoreKeys keys and kVectors vectors of rows.
+template <int kStride, int kVectors>
+inline void ScoreBlock(const float* keys, const float* queries, int64_t head_size,
+                       float (*scores)[kPanelRows]) {
   // The block fills AVX2's 16 registers, which GCC allocates without a spill. For Clang the last of
   // the lanes stays in memory.
 #if defined(__clang__) && defined(FLASHXLA_X86)
@@ -86,28 +84,34 @@ void ScorePanel(const float* keys, const float* queries, int64_t head_size, int6
 #else
   constexpr int kHeld = kVectors;
 #endif
-  for (int64_t key = begin; key < end; key += kScoreKeys) {
-    before_block();
-    const float* a = keys + key * kStride;
-    const float* b = queries;
-    Float c[kScoreKeys][kVectors] = {};
-    for (int64_t d = 0; d < head_size; ++d, ++a, b += kPanelRows) {
-      Float lanes[kHeld];
-      for (int v = 0; v < kHeld; ++v) lanes[v] = Load(b + v * kWidth);
-#pragma GCC unroll 16
-      for (int m = 0; m < kScoreKeys; ++m) {
-        for (int v = kHeld; v < kVectors; ++v) {
-          const float* again = b + v * kWidth;
-          asm volatile("" : "+r"(again));  // not known to be what the last key loaded
-          c[m][v] += a[m * kStride] * Load(again);
-        }
-        for (int v = 0; v < kHeld; ++v) c[m][v] += a[m * kStride] * lanes[v];
-      }
-    }
+  Float c[kScoreKeys][kVectors] = {};
+  for (int64_t d = 0; d < head_size; ++d, ++keys, queries += kPanelRows) {
+    Float lanes[kHeld];
+    for (int v = 0; v < kHeld; ++v) lanes[v] = Load(queries + v * kWidth);
 #pragma GCC unroll 16
     for (int m = 0; m < kScoreKeys; ++m) {
-      for (int v = 0; v < kVectors; ++v) Store(weights[key + m] + v * kWidth, c[m][v]);
+      for (int v = kHeld; v < kVectors; ++v) {
+        const float* again = queries + v * kWidth;
+        asm volatile("" : "+r"(again));  // not known to be what the last key loaded
+        c[m][v] += keys[m * kStride] * Load(again);
+      }
+      for (int v = 0; v < kHeld; ++v) c[m][v] += keys[m * kStride] * lanes[v];
     }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < kScoreKeys; ++m) {
+    for (int v = 0; v < kVectors; ++v) Store(scores[m] + v * kWidth, c[m][v]);
+  }
+}
+
+// The same for keys [begin, end), multiples of kScoreKeys. before_block() is called before every
+// kScoreKeys keys.
+template <int kStride, int kVectors, typename Function>
+void ScorePanel(const float* keys, const float* queries, int64_t head_size, int64_t begin,
+                int64_t end, float (*weights)[kPanelRows], Function&& before_block) {
+  for (int64_t key = begin; key < end; key += kScoreKeys) {
+    before_block();
+    ScoreBlock<kStride, kVectors>(keys + key * kStride, queries, head_size, weights + key);
   }
 }
 

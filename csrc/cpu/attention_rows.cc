@@ -7,32 +7,12 @@
 #include "common/math_constants.h"
 #include "cpu/attention_engine.h"
 #include "cpu/attention_tasks.h"
-#include "cpu/dtypes.h"
+#include "cpu/row_converter.h"
 
 namespace flashxla {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-template <typename Format>
-void LoadRow(const char* data, int64_t stride, int64_t n, float* row) {
-  const auto* src = reinterpret_cast<const typename Format::Bits*>(data);
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) row[i] = Format::Decode(src[i]);
-  } else {
-    for (int64_t i = 0; i < n; ++i) row[i] = Format::Decode(src[i * stride]);
-  }
-}
-
-template <typename Format>
-void StoreRow(const float* row, float factor, int64_t stride, int64_t n, char* data) {
-  auto* dst = reinterpret_cast<typename Format::Bits*>(data);
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) dst[i] = Format::Encode(row[i] * factor);
-  } else {
-    for (int64_t i = 0; i < n; ++i) dst[i * stride] = Format::Encode(row[i] * factor);
-  }
-}
 
 char* RowAt(const RowView& view, int64_t token, int64_t head) {
   return view.data +
@@ -47,16 +27,16 @@ void StoreOut(const AttentionProblem& problem, int64_t token, int64_t head, cons
 }  // namespace
 
 void ReadRow(const RowView& view, int64_t token, int64_t head, int64_t n, float* values) {
-  WithFormat(view.dtype, [&](auto format) {
-    LoadRow<decltype(format)>(RowAt(view, token, head), view.stride_dim, n, values);
-  });
+  GetRowConverter(view.dtype, FLASHXLA_F32)(RowAt(view, token, head), view.stride_dim,
+                                            reinterpret_cast<char*>(values), 1, n, 1.0f);
 }
 
 void WriteRow(const RowView& view, int64_t token, int64_t head, int64_t n, const float* values,
               float factor) {
-  WithFormat(view.dtype, [&](auto format) {
-    StoreRow<decltype(format)>(values, factor, view.stride_dim, n, RowAt(view, token, head));
-  });
+  float scaled[kMaxHeadSize];
+  for (int64_t i = 0; i < n; ++i) scaled[i] = values[i] * factor;
+  GetRowConverter(FLASHXLA_F32, view.dtype)(reinterpret_cast<const char*>(scaled), 1,
+                                            RowAt(view, token, head), view.stride_dim, n, 1.0f);
 }
 
 void LoadQuery(const AttentionProblem& problem, const AttentionTask& task, int64_t kv_head,

@@ -41,8 +41,10 @@ class TaskMaker {
       AddBlocks(block_rows, few_rows_heads);
     }
     AttentionTasks result = SplitKeys();
-    std::sort(result.tasks.begin(), result.tasks.end(),
-              [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
+    // Stable: the heads of a sequence, neighbours in memory, follow each other.
+    std::stable_sort(
+        result.tasks.begin(), result.tasks.end(),
+        [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
     return result;
   }
 

@@ -32,7 +32,7 @@ struct TileScratch {
   int32_t tile_begin[kPanelRows], tile_end[kPanelRows];    // visible keys, as list indices
 };
 
-int64_t TileScratchBytes(const AttentionProblem& problem) {
+inline int64_t TileScratchBytes(const AttentionProblem& problem) {
   const int64_t stride =
       LargerHeadSize(problem) <= kUsualDims ? kTileStride<kUsualDims> : kTileStride<kMaxHeadSize>;
   return static_cast<int64_t>(sizeof(TileScratch)) + 64 +
@@ -55,15 +55,88 @@ struct Prefetcher {
   }
 };
 
-// out[row] = rescale[row] * out[row] + sum over keys [begin, end) of weights[key][row] *
-// values[key], for kRows rows and kValueBlock elements.
-template <int kStride, int kRows>
-void AddValues(const float* values, const float* weights, const float* rescale, int64_t begin,
-               int64_t end, float* out, int64_t out_stride) {
-  AddProduct<kRows, 1, kPanelRows>(weights + begin * kPanelRows, values + begin * kStride, kStride,
-                                   end - begin, out, out_stride,
-                                   [rescale](int m) { return rescale[m]; });
-}
+// The products of a task in float, as its storage wants them. A tile's keys are
+// [key][kStride], its values too; a panel's queries [dim][row], multiplied by the scores' factor.
+template <int kMaxDims>
+class FloatProducts {
+ public:
+  static constexpr int kStride = kTileStride<kMaxDims>;
+  static constexpr int kTogether = 1;  // keys whose weights are multiplied by one instruction
+
+  FloatProducts(const AttentionProblem& problem, const TileScratch& scratch, float factor)
+      : problem_(problem),
+        scratch_(scratch),
+        head_size_(problem.head_size),
+        v_head_size_(problem.v_head_size),
+        padded_v_head_size_(PaddedHeadSize(v_head_size_)),
+        factor_(factor) {
+    // The padding past the head size is multiplied too, and not stored. Denormal numbers in it
+    // would make the products slow.
+    for (int64_t i = 0; v_head_size_ != padded_v_head_size_ && i < kTileKeys; ++i) {
+      __builtin_memset(scratch_.values + i * kStride + v_head_size_, 0,
+                       (padded_v_head_size_ - v_head_size_) * sizeof(float));
+    }
+  }
+
+  void LoadQuery(const char* bytes, int64_t row) {
+    float values[kMaxHeadSize];
+    WithFormat(problem_.q.dtype, [&](auto format) {
+      LoadRow<decltype(format)>(bytes, problem_.q.stride_dim, head_size_, values);
+    });
+    float* lane = scratch_.queries + row / kPanelRows * kPanelRows * head_size_ + row % kPanelRows;
+    for (int64_t d = 0; d < head_size_; ++d) lane[d * kPanelRows] = values[d] * factor_;
+  }
+
+  // Returns whether all values are finite.
+  template <typename Format>
+  bool LoadTile(const KeyList& list) {
+    bool finite = true;
+    for (int64_t i = 0; i < list.size; ++i) {
+      LoadRow<Format>(list.key[i], problem_.k.stride_dim, head_size_, scratch_.keys + i * kStride);
+      finite &= LoadRow<Format>(list.value[i], problem_.v.stride_dim, v_head_size_,
+                                scratch_.values + i * kStride);
+    }
+    // Keys that pad the last register block. Their scores are not used, but denormal numbers
+    // would make them slow.
+    for (int64_t i = list.size; i % kScoreKeys != 0; ++i) {
+      __builtin_memset(scratch_.keys + i * kStride, 0, head_size_ * sizeof(float));
+    }
+    return finite;
+  }
+
+  // The scores of kScoreKeys keys and kVectors vectors of rows from `row` on.
+  template <int kVectors>
+  void Score(int64_t key, int64_t row, float (*scores)[kPanelRows]) const {
+    const float* panel = scratch_.queries + row / kPanelRows * kPanelRows * head_size_;
+    ScoreBlock<kStride, kVectors>(scratch_.keys + key * kStride, panel + row % kPanelRows,
+                                  head_size_, scores);
+  }
+
+  // Stores the weights of kTogether keys and a vector of rows where AddRows reads them.
+  static void StoreWeights(const Float* weights, float* dst) { Store(dst, weights[0]); }
+
+  // out[row] = rescale[row] * out[row] + sum over keys [begin, end) of weights[key][row] *
+  // values[key], for kRows rows and kValueBlock elements from d on.
+  template <int kRows>
+  void AddRows(const float* weights, const float* rescale, int64_t begin, int64_t end, int64_t d,
+               float* out) const {
+    AddProduct<kRows, 1, kPanelRows>(
+        weights + begin * kPanelRows, scratch_.values + begin * kStride + d, kStride, end - begin,
+        out + d, padded_v_head_size_, [rescale](int m) { return rescale[m]; });
+  }
+
+  // The same for one row, which multiplies no other key's values.
+  void AddRowAlone(const float* weights, const float* rescale, int64_t begin, int64_t end,
+                   int64_t d, float* out) const {
+    AddRows<1>(weights, rescale, begin, end, d, out);
+  }
+
+ private:
+  const AttentionProblem& problem_;
+  const TileScratch& scratch_;
+  const int64_t head_size_, v_head_size_, padded_v_head_size_;
+  const float factor_;
+};
 
 // The first index of the list whose position is at least `position`.
 inline int32_t IndexOf(const KeyList& list, int32_t position) {
@@ -83,22 +156,17 @@ inline int32_t IndexOf(const KeyList& list, int32_t position) {
   return begin;
 }
 
-template <int kMaxDims>
+template <typename Products>
 class TileAttention {
  public:
   TileAttention(const AttentionProblem& problem, const AttentionTask& task, void* memory)
-      : problem_(problem), task_(task), scratch_(*static_cast<TileScratch*>(memory)) {
-    head_size_ = problem.head_size;
-    v_head_size_ = problem.v_head_size;
-    padded_v_head_size_ = PaddedHeadSize(v_head_size_);
+      : problem_(problem),
+        task_(task),
+        scratch_(PlaceArrays(problem, memory)),
+        products_(problem, scratch_, ScoreFactor(problem, task)) {
+    padded_v_head_size_ = PaddedHeadSize(problem.v_head_size);
     num_rows_ = task.row_end - task.row_begin;
     num_panels_ = (num_rows_ + kPanelRows - 1) / kPanelRows;
-    float* p =
-        reinterpret_cast<float*>(static_cast<char*>(memory) + (sizeof(TileScratch) + 63) / 64 * 64);
-    scratch_.keys = p, p += kTileKeys * kStride;
-    scratch_.values = p, p += kTileKeys * kStride;
-    scratch_.out = p, p += MaxTileRows(problem) * padded_v_head_size_;
-    scratch_.queries = p;
     softcap_ = static_cast<float>(problem.args->softcap);
     alibi_ = problem.args->alibi_slopes.data != nullptr;
   }
@@ -110,20 +178,10 @@ class TileAttention {
     KeyList *now = &lists[0], *next = &lists[1];
     int64_t position = task_.key_begin;
     for (ListTile(&position, now); now->size > 0;) {
-      bool finite = true;
-      for (int64_t i = 0; i < now->size; ++i) {
-        LoadRow<Format>(now->key[i], problem_.k.stride_dim, head_size_,
-                        scratch_.keys + i * kStride);
-        finite &= LoadRow<Format>(now->value[i], problem_.v.stride_dim, v_head_size_,
-                                  scratch_.values + i * kStride);
-      }
-      // Keys that pad the last register block. Their scores are not used, but denormal numbers
-      // would make them slow.
-      for (int64_t i = now->size; i % kScoreKeys != 0; ++i) {
-        __builtin_memset(scratch_.keys + i * kStride, 0, head_size_ * sizeof(float));
-      }
+      const bool finite = products_.template LoadTile<Format>(*now);
       ListTile(&position, next);
-      prefetcher_.row_bytes = head_size_ * static_cast<int64_t>(sizeof(typename Format::Bits));
+      prefetcher_.row_bytes =
+          problem_.head_size * static_cast<int64_t>(sizeof(typename Format::Bits));
       prefetcher_.rows_per_step = (kScoreKeys + num_panels_ - 1) / num_panels_;
       prefetcher_.next = 0;
       prefetcher_.list = next;
@@ -139,7 +197,23 @@ class TileAttention {
   }
 
  private:
-  static constexpr int kStride = kTileStride<kMaxDims>;
+  static TileScratch& PlaceArrays(const AttentionProblem& problem, void* memory) {
+    TileScratch& scratch = *static_cast<TileScratch*>(memory);
+    float* p =
+        reinterpret_cast<float*>(static_cast<char*>(memory) + (sizeof(TileScratch) + 63) / 64 * 64);
+    scratch.keys = p, p += kTileKeys * Products::kStride;
+    scratch.values = p, p += kTileKeys * Products::kStride;
+    scratch.out = p, p += MaxTileRows(problem) * PaddedHeadSize(problem.v_head_size);
+    scratch.queries = p;
+    return scratch;
+  }
+
+  // Scores are in base 2, or in units of the softcap.
+  static float ScoreFactor(const AttentionProblem& problem, const AttentionTask& task) {
+    const float scale = problem.ScoreScale(*task.sequence, task.kv_head_begin);
+    const float softcap = static_cast<float>(problem.args->softcap);
+    return softcap > 0.0f ? scale / softcap : scale * kLog2e;
+  }
 
   // Lists the keys of the next tile; an empty list at the end.
   void ListTile(int64_t* position, KeyList* list) const {
@@ -152,20 +226,16 @@ class TileAttention {
 
   void LoadQueries() {
     const ListedSequence& sequence = *task_.sequence;
-    const float scale = problem_.ScoreScale(sequence, task_.kv_head_begin);
-    // Scores are in base 2, or in units of the softcap.
-    const float factor = softcap_ > 0.0f ? scale / softcap_ : scale * kLog2e;
-    float* row_values = scratch_.keys;
+    const RowView& q = problem_.q;
     for (int64_t row = 0; row < num_panels_ * kPanelRows; ++row) {
-      float* lane =
-          scratch_.queries + row / kPanelRows * kPanelRows * head_size_ + row % kPanelRows;
       // Rows past the last one repeat it. They are computed but not stored.
       const int64_t real_row = task_.row_begin + Min(row, num_rows_ - 1);
       const int64_t i = real_row / problem_.group_size;
       const int64_t head =
           task_.kv_head_begin * problem_.group_size + real_row % problem_.group_size;
-      LoadQuery(problem_, task_, task_.kv_head_begin, real_row, row_values);
-      for (int64_t d = 0; d < head_size_; ++d) lane[d * kPanelRows] = row_values[d] * factor;
+      const int64_t token = sequence.first_query + i;
+      products_.LoadQuery(
+          q.data + (token * q.stride_token + head * q.stride_head) * ElementSize(q.dtype), row);
       const KeyRange range = problem_.Visible(sequence, i);
       scratch_.visible_begin[row] = range.begin;
       scratch_.visible_end[row] = range.end;
@@ -176,12 +246,6 @@ class TileAttention {
     }
     __builtin_memset(scratch_.out, 0,
                      num_panels_ * kPanelRows * padded_v_head_size_ * sizeof(float));
-    // The padding past the head size is multiplied too, and not stored. Denormal numbers in it
-    // would make the products slow.
-    for (int64_t i = 0; v_head_size_ != padded_v_head_size_ && i < kTileKeys; ++i) {
-      __builtin_memset(scratch_.values + i * kStride + v_head_size_, 0,
-                       (padded_v_head_size_ - v_head_size_) * sizeof(float));
-    }
   }
 
   void AttendPanel(const KeyList& list, int64_t panel, bool finite) {
@@ -194,7 +258,9 @@ class TileAttention {
     if (begin >= end) return;
     const bool masked = IndexOf(list, scratch_.visible_begin[last]) > begin ||
                         IndexOf(list, scratch_.visible_end[row]) < end;
-    if (masked) {
+    // 0 times infinity or NaN would be NaN: add exactly the visible keys, row by row.
+    const bool alone = !finite && (masked || Products::kTogether > 1);
+    if (masked || alone) {
       for (int64_t i = 0; i < kPanelRows; ++i) {
         scratch_.tile_begin[i] = IndexOf(list, scratch_.visible_begin[row + i]);
         scratch_.tile_end[i] = IndexOf(list, scratch_.visible_end[row + i]);
@@ -211,36 +277,66 @@ class TileAttention {
         ComputeWeights<kPanelVectors>(list, row, begin, end, masked);
     }
     float* out = scratch_.out + row * padded_v_head_size_;
-    for (int64_t d = 0; d < v_head_size_; d += kValueBlock) {
-      if (masked && !finite) {
-        // 0 times infinity or NaN would be NaN: add exactly the visible keys, row by row.
+    for (int64_t d = 0; d < problem_.v_head_size; d += kValueBlock) {
+      if (alone) {
         for (int64_t i = 0; i < rows; ++i) {
-          AddRows<1>(scratch_.tile_begin[i], scratch_.tile_end[i], out, i, d);
+          products_.AddRowAlone(scratch_.weights[0] + i, scratch_.rescale + i,
+                                scratch_.tile_begin[i], scratch_.tile_end[i], d,
+                                out + i * padded_v_head_size_);
         }
         continue;
       }
       int64_t i = 0;
-      for (; i + kValueRows <= rows; i += kValueRows) AddRows<kValueRows>(begin, end, out, i, d);
-      for (; i < rows; i += kFewValueRows) AddRows<kFewValueRows>(begin, end, out, i, d);
+      for (; i + kValueRows <= rows; i += kValueRows) {
+        AddRows<kValueRows>(begin, end, masked, out, i, d);
+      }
+      for (; i < rows; i += kFewValueRows) AddRows<kFewValueRows>(begin, end, masked, out, i, d);
     }
   }
 
-  // Adds the values of keys [begin, end) to kRows rows of a panel, kValueBlock elements from d on.
+  // Adds the values of keys [begin, end), or of those that a row among them sees, to kRows rows of
+  // a panel, kValueBlock elements from d on.
   template <int kRows>
-  void AddRows(int64_t begin, int64_t end, float* out, int64_t row, int64_t d) {
-    AddValues<kStride, kRows>(scratch_.values + d, scratch_.weights[0] + row,
-                              scratch_.rescale + row, begin, end,
-                              out + row * padded_v_head_size_ + d, padded_v_head_size_);
+  void AddRows(int64_t begin, int64_t end, bool masked, float* out, int64_t row, int64_t d) {
+    if (masked) {
+      begin = scratch_.tile_begin[row];
+      end = Max<int64_t>(scratch_.tile_end[row + kRows - 1], begin);
+    }
+    products_.template AddRows<kRows>(scratch_.weights[0] + row, scratch_.rescale + row, begin, end,
+                                      d, out + row * padded_v_head_size_);
+  }
+
+  // Computes the scores of keys [begin, end) of the list for kVectors vectors of rows; with a mask,
+  // only where a row of a vector sees a key of a block.
+  template <int kVectors>
+  void ComputeScores(int64_t row, int64_t begin, int64_t end, bool masked) {
+    int first = 0, behind = masked ? 0 : kVectors;  // vectors that need the block
+    for (int64_t key = begin / kScoreKeys * kScoreKeys; key < end; key += kScoreKeys) {
+      prefetcher_.Step();
+      if (masked) {
+        while (first < kVectors && scratch_.tile_end[first * kWidth + kWidth - 1] <= key) ++first;
+        while (behind < kVectors && scratch_.tile_begin[behind * kWidth] < key + kScoreKeys) {
+          ++behind;
+        }
+      }
+      float (*scores)[kPanelRows] =
+          reinterpret_cast<float (*)[kPanelRows]>(scratch_.weights[key] + first * kWidth);
+      const int64_t first_row = row + first * kWidth;
+      if (behind - first == kVectors) {
+        products_.template Score<kVectors>(key, first_row, scores);
+      } else if (behind - first == 2) {
+        products_.template Score<2>(key, first_row, scores);
+      } else if (behind - first == 1) {
+        products_.template Score<1>(key, first_row, scores);
+      }
+    }
   }
 
   // Online softmax: computes the weights of keys [begin, end) of the list for kVectors vectors of
   // rows, and updates the rows' state.
   template <int kVectors>
   void ComputeWeights(const KeyList& list, int64_t row, int64_t begin, int64_t end, bool masked) {
-    ScorePanel<kStride, kVectors>(scratch_.keys, scratch_.queries + row * head_size_, head_size_,
-                                  begin / kScoreKeys * kScoreKeys,
-                                  (end + kScoreKeys - 1) / kScoreKeys * kScoreKeys,
-                                  scratch_.weights, [this] { prefetcher_.Step(); });
+    ComputeScores<kVectors>(row, begin, end, masked);
     if (softcap_ > 0.0f || alibi_ || masked) {
       for (int v = 0; v < kVectors; ++v) AdjustScores(list, row, v * kWidth, begin, end, masked);
     }
@@ -253,12 +349,19 @@ class TileAttention {
       }
     }
     for (int v = 0; v < kVectors; ++v) base[v] = row_max[v] == -kInfinity ? Float{} : row_max[v];
-    for (int64_t key = begin; key < end; ++key) {
+    // Keys that complete a group weigh nothing.
+    constexpr int kTogether = Products::kTogether;
+    for (; begin % kTogether != 0; --begin) Hide(begin - 1);
+    for (; end % kTogether != 0; ++end) Hide(end);
+    for (int64_t key = begin; key < end; key += kTogether) {
       for (int v = 0; v < kVectors; ++v) {
         float* p = scratch_.weights[key] + v * kWidth;
-        const Float weight = Exp2(Load(p) - base[v]);
-        tile_sum[v] += weight;
-        Store(p, weight);
+        Float weights[kTogether];
+        for (int i = 0; i < kTogether; ++i) {
+          weights[i] = Exp2(Load(p + i * kPanelRows) - base[v]);
+          tile_sum[v] += weights[i];
+        }
+        Products::StoreWeights(weights, p);
       }
     }
     for (int v = 0; v < kVectors; ++v) {
@@ -267,6 +370,12 @@ class TileAttention {
       Store(scratch_.rescale + v * kWidth, rescale);
       Store(scratch_.row_sum + i, Load(scratch_.row_sum + i) * rescale + tile_sum[v]);
       Store(scratch_.row_max + i, row_max[v]);
+    }
+  }
+
+  void Hide(int64_t key) {
+    for (int v = 0; v < kPanelVectors; ++v) {
+      Store(scratch_.weights[key] + v * kWidth, Splat(-kInfinity));
     }
   }
 
@@ -299,19 +408,20 @@ class TileAttention {
   const AttentionProblem& problem_;
   const AttentionTask& task_;
   TileScratch& scratch_;
-  int64_t head_size_, v_head_size_, padded_v_head_size_, num_rows_, num_panels_;
+  Products products_;
+  int64_t padded_v_head_size_, num_rows_, num_panels_;
   float softcap_;
   bool alibi_;
   Prefetcher prefetcher_;
 };
 
-void AttendTiles(const AttentionProblem& problem, const AttentionTask& task, void* scratch) {
+inline void AttendTiles(const AttentionProblem& problem, const AttentionTask& task, void* scratch) {
   WithFormat(problem.args->kv_dtype, [&](auto format) {
     using Format = decltype(format);
     if (LargerHeadSize(problem) <= kUsualDims) {
-      TileAttention<kUsualDims>(problem, task, scratch).template Run<Format>();
+      TileAttention<FloatProducts<kUsualDims>>(problem, task, scratch).template Run<Format>();
     } else {
-      TileAttention<kMaxHeadSize>(problem, task, scratch).template Run<Format>();
+      TileAttention<FloatProducts<kMaxHeadSize>>(problem, task, scratch).template Run<Format>();
     }
   });
 }

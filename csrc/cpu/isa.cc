@@ -12,7 +12,7 @@
 namespace flashxla {
 namespace {
 
-constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};  // by Isa
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};  // by Isa
 constexpr const char* kVariable = "FLASHXLA_CPU_ISA";
 
 #if defined(FLASHXLA_X86)
@@ -33,7 +33,10 @@ Isa Best() {
   if ((ebx & bit_AVX2) == 0) return Isa::kBaseline;
   constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
   const bool avx512 = (kept & kWideVectors) == kWideVectors && (ebx & kAvx512) == kAvx512;
-  return avx512 ? Isa::kAvx512 : Isa::kAvx2;
+  if (!avx512) return Isa::kAvx2;
+  constexpr unsigned kBf16 = 1 << 5;  // GCC and Clang have different names for it
+  const bool bf16 = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kBf16) != 0;
+  return bf16 ? Isa::kAvx512Bf16 : Isa::kAvx512;
 }
 #else
 Isa Best() { return Isa::kBaseline; }
@@ -67,7 +70,8 @@ Isa GetIsa() { return TheChoice().isa; }
 flashxla_status CheckIsa() {
   const Choice& choice = TheChoice();
   if (choice.refused == nullptr) return FLASHXLA_OK;
-  constexpr const char* kAccepted[] = {"baseline", "baseline, avx2", "baseline, avx2, avx512"};
+  constexpr const char* kAccepted[] = {"baseline", "baseline, avx2", "baseline, avx2, avx512",
+                                       "baseline, avx2, avx512, avx512_bf16"};
   return SetError(FLASHXLA_INVALID_ARGUMENT, "%s: got '%.64s'; accepted on this machine: %s",
                   kVariable, choice.refused, kAccepted[static_cast<int>(choice.best)]);
 }

@@ -8,9 +8,10 @@ namespace flashxla {
 
 // Each includes those before it.
 enum class Isa {
-  kBaseline,  // what the compiler assumes by default
-  kAvx2,      // x86-64 with AVX2, FMA and F16C
-  kAvx512,    // and AVX-512 F, BW, DQ and VL
+  kBaseline,    // what the compiler assumes by default
+  kAvx2,        // x86-64 with AVX2, FMA and F16C
+  kAvx512,      // and AVX-512 F, BW, DQ and VL
+  kAvx512Bf16,  // and AVX-512 BF16
 };
 
 // What the kernels use: the best one that this machine supports, or the one that the environment

@@ -13,7 +13,7 @@ import pytest
 from flashxla import native
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("baseline", "avx2", "avx512")  # each has what those before it have
+NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")  # each has what those before it have
 CONFORMANCE = (
     "test_flash_attn_varlen.py",
     "test_flash_attn_backward.py",

@@ -278,3 +278,37 @@ def test_shared_pages(frontend: Frontend, rng: np.random.Generator) -> None:
 def test_upper_bounds_may_be_loose(frontend: Frontend, rng: np.random.Generator) -> None:
     arguments = flash_attn_arguments(rng, Case(MIXED, page=16, window=(5, -1)))
     check(frontend, arguments | {"max_seqlen_q": 1000, "max_seqlen_k": 100_000})
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("window", [(-1, -1), (13, -1)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "e4m3"])
+def test_values_that_are_no_numbers(
+    frontend: Frontend, rng: np.random.Generator, dtype: str, window: tuple[int, int], value: float
+) -> None:
+    """They reach the queries that see them, and no other."""
+    if frontend.device != "cpu":
+        pytest.skip("on GPUs they reach the queries of a tile")
+    if dtype == "e4m3" and np.isinf(value):
+        pytest.skip("e4m3 has no infinity")
+    length, at, dim = 60, 31, 3
+    case = Case(
+        ((length, length),),
+        dtype=dtype,
+        cache="e4m3" if dtype == "e4m3" else "same",
+        window=window,
+        lse=False,
+    )
+    arguments = flash_attn_arguments(rng, case)
+    expected = frontend.flash_attn_varlen_func(**arguments)[0].astype(np.float32)
+    arguments["v"] = arguments["v"].copy()
+    arguments["v"][at, :, dim] = value
+    got = frontend.flash_attn_varlen_func(**arguments)[0].astype(np.float32)
+    rows = np.arange(length)
+    sees = (rows >= at) & ((rows <= at + window[0]) if window[0] >= 0 else True)
+    assert not np.isfinite(got[sees][:, :, dim]).any()
+    assert np.isfinite(got[~sees]).all() and np.isfinite(np.delete(got, dim, axis=2)).all()
+    tolerance = 1e-5 if dtype == "f32" else 2e-2
+    assert np.allclose(np.delete(got, dim, axis=2), np.delete(expected, dim, axis=2), tolerance, tolerance)
+    assert np.allclose(got[~sees], expected[~sees], tolerance, tolerance)

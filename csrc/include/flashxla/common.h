@@ -112,9 +112,10 @@ FLASHXLA_EXPORT const char* flashxla_describe(void);
 // 1 if the environment variable FLASHXLA_CHECK is 1. Read once a process.
 FLASHXLA_EXPORT int64_t flashxla_check_indices(void);
 
-// The instruction set that the CPU kernels use: "baseline", "avx2" or "avx512"; the best one that
-// this machine runs, or what the environment variable FLASHXLA_CPU_ISA names. NULL, with a message,
-// where that cannot be; every operation then fails. The variable is read once a process.
+// The instruction set that the CPU kernels use: "baseline", "avx2", "avx512" or "avx512_bf16"; the
+// best one that this machine runs, or what the environment variable FLASHXLA_CPU_ISA names. NULL,
+// with a message, where that cannot be; every operation then fails. The variable is read once a
+// process.
 FLASHXLA_EXPORT const char* flashxla_cpu_instruction_set(void);
 
 #ifdef __cplusplus
