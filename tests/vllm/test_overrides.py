@@ -1,5 +1,6 @@
 """The overrides fit the installed packages; other versions get a clear message."""
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -58,6 +59,16 @@ def test_other_versions_are_refused_at_start():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode != 0
     assert "vllm 0.33.0 (needs 0.1)" in ended.stderr
+
+
+def test_kernels_of_tpus_are_not_imported(monkeypatch):
+    name = "tokamax._src.ops.experimental.gmm_v2.gmm_v2"
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # its import fails
+    overrides.kernels_of_tpus_are_not_imported()
+    with pytest.raises(NotImplementedError, match="kernel for TPUs"):
+        importlib.import_module(name).gmm_v2()
 
 
 def test_pytorch_does_not_start_cuda():

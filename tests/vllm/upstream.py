@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
@@ -16,6 +17,7 @@ def recorded() -> dict[str, str]:
     return json.loads(FILE.read_text())
 
 
+@functools.cache  # asked for each override
 def installed() -> dict[str, str]:
     """The hashes of what is installed, by the names in OVERRIDES; a name that is gone has the hash "missing"."""
     from flashxla_vllm.overrides import OVERRIDES
@@ -57,13 +59,18 @@ def replacements(file: Path) -> list[str]:
 
 
 def _segment(source: str, path: list[str]) -> str | None:
-    node: ast.AST = ast.parse(source)
+    node: ast.AST = _parsed(source)
     for name in path:
         matching = [child for child in ast.iter_child_nodes(node) if name in _names(child)]
         if not matching:
             return None
         node = matching[-1]
     return ast.get_source_segment(source, node)
+
+
+@functools.cache
+def _parsed(source: str) -> ast.AST:
+    return ast.parse(source)
 
 
 def _names(node: ast.AST) -> list[str]:

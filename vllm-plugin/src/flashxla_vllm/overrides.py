@@ -182,6 +182,26 @@ def mxfp4_in_any_dtype() -> None:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
+@_override(
+    _WORKER,
+    "tpu_inference.layers.common.fused_moe_gmm:gmm_wrapper",
+    "tpu_inference.layers.common.linear:_safe_calculate_tiling",
+)
+def kernels_of_tpus_are_not_imported() -> None:
+    """tokamax's grouped product is a Pallas kernel for TPUs, which experts_without_pallas replaces. Its import is more
+    than half of what an engine's process imports: seconds of each start.
+    """
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("flashxla-vllm: tokamax's gmm_v2 is a kernel for TPUs")
+
+    name = "tokamax._src.ops.experimental.gmm_v2.gmm_v2"
+    if name not in sys.modules:
+        stub = types.ModuleType(name)
+        stub.__dict__.update(gmm_v2=missing, calculate_tiling=missing)
+        sys.modules[name] = stub
+
+
 @_override(_WORKER, "tpu_inference.utils:get_padded_head_dim")
 def heads_of_any_size() -> None:
     """TPUs want head sizes padded to 128 lanes; flashxla's cache holds them as they are."""
@@ -441,6 +461,113 @@ def decode_steps_have_their_own_programs() -> None:
     prepare, TPUModelRunner._prepare_inputs = TPUModelRunner._prepare_inputs, prepare_inputs
     compile_all = CompilationManager._precompile_backbone_text_only
     CompilationManager._precompile_backbone_text_only = precompile
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._prepare_inputs",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._apply_async_token_substitution",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._sample_from_logits",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._select_from_array_fn",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_select_from_array",
+    "tpu_inference.runner.compilation_manager:CompilationManager._precompile_substitute_placeholder_token",
+    "tpu_inference.layers.jax.sample.sampling_metadata:TPUSupportedSamplingMetadata",
+    "tpu_inference.utils:DeviceBuffer",
+)
+def inputs_of_a_step_go_together() -> None:
+    """0.32.0 puts ten small arrays on the device for each step, one call after the other, and has programs for each
+    pair of numbers of tokens and requests: a quarter of the host's time of a step, and seconds of a start.
+    """
+    from tpu_inference import utils
+    from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata as Metadata
+    from tpu_inference.runner.compilation_manager import CompilationManager
+    from tpu_inference.runner.tpu_runner import TPUModelRunner as Runner
+
+    from flashxla_vllm import step_inputs
+
+    def prepare_inputs(self: Any, scheduler_output: Any) -> Any:
+        inputs = step_inputs.of(self)
+        if inputs is None:
+            return prepare(self, scheduler_output)
+        with inputs.collect() as waiting:
+            outputs = list(prepare(self, scheduler_output))
+        on_device = (0, 1, 2, 4, -1)  # tokens, positions, metadata, rows of the logits, shared metadata
+        for index, value in zip(
+            on_device, inputs.finish(waiting, [outputs[i] for i in on_device]), strict=True
+        ):
+            outputs[index] = value
+        return tuple(outputs)
+
+    def device_array(mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        waiting = step_inputs.waiting()
+        return waiting.put(*args) if waiting is not None else put(mesh, *args, **kwargs)
+
+    def unpack_arrays(buffer: Any, layout: Any) -> Any:
+        waiting = step_inputs.waiting()
+        return waiting.unpack(buffer, layout) if waiting is not None else unpack(buffer, layout)
+
+    def substitute(self: Any, tokens: Any, previous: Any, targets: Any, sources: Any) -> Any:
+        waiting = step_inputs.waiting()
+        if waiting is None:
+            return substitute_alone(self, tokens, previous, targets, sources)
+        waiting.replace_tokens(targets, sources, previous)
+        return tokens
+
+    def from_input_batch(cls: Any, mesh: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        waiting = step_inputs.waiting()
+        if waiting is None:
+            return metadata_alone(cls, mesh, batch, *args, **kwargs)
+        # sampling.py has the parameters of requests that are not greedy.
+        logprobs = bool(batch.max_num_logprobs)
+        mark = waiting.inputs.marks[logprobs]
+        return cls(do_sampling=not batch.all_greedy, logprobs=logprobs, _cache_collision_dummy=mark)
+
+    def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = step_inputs.of(self)
+        logits = args[5]  # the original widens them, by a program that nothing has compiled
+        if inputs is not None and logits.dtype != "float32":
+            args = (*args[:5], inputs.widen(logits), *args[6:])
+        outputs = sample(self, *args, **kwargs)
+        results = self._pre_async_results
+        if inputs is not None and results is not None:
+            results.next_tokens_in_tpu = inputs.keep(results.next_tokens)
+        return outputs
+
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = step_inputs.of(self)
+        if inputs is not None and "_select_from_array_fn" not in self.__dict__:
+            self._select_from_array_fn = lambda states, indices, *_: inputs.select(
+                states, indices, rows=inputs.rows
+            )
+        return execute(self, *args, **kwargs)
+
+    def precompile(self: Any) -> None:
+        inputs = step_inputs.of(self.runner)
+        if inputs is None:
+            precompile_select(self)
+        else:
+            step_inputs.precompile(self, inputs)
+
+    def precompile_substitution(self: Any) -> None:
+        if step_inputs.of(self.runner) is None:
+            precompile_substitute(self)
+
+    prepare, Runner._prepare_inputs = Runner._prepare_inputs, prepare_inputs
+    execute, Runner._execute_model = Runner._execute_model, execute_model
+    sample, Runner._sample_from_logits = Runner._sample_from_logits, sample_step
+    substitute_alone, Runner._apply_async_token_substitution = (
+        Runner._apply_async_token_substitution,
+        substitute,
+    )
+    put = _replace("tpu_inference.utils", "device_array", device_array)
+    unpack, utils.DeviceBuffer.unpack_arrays = utils.DeviceBuffer.unpack_arrays, staticmethod(unpack_arrays)
+    metadata_alone = Metadata.from_input_batch.__func__
+    Metadata.from_input_batch = classmethod(from_input_batch)
+    precompile_select = CompilationManager._precompile_select_from_array
+    precompile_substitute = CompilationManager._precompile_substitute_placeholder_token
+    CompilationManager._precompile_select_from_array = precompile
+    CompilationManager._precompile_substitute_placeholder_token = precompile_substitution
 
 
 @_override(

@@ -9,6 +9,7 @@ from typing import Any
 
 from flashxla_vllm import overrides
 
+gc.freeze()  # see platform.py
 overrides.on_worker()
 
 import jax  # noqa: E402
@@ -20,6 +21,7 @@ from vllm.logger import init_logger  # noqa: E402
 
 from flashxla_vllm import layers, memory, processes, sampling, waiting  # noqa: E402
 
+gc.freeze()
 logger = init_logger("vllm.flashxla")
 
 # JAX has not read these settings of overrides.py where it was imported before the platform.
