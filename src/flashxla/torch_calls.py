@@ -29,7 +29,7 @@ Values = tuple[Any, ...]
 Signature = tuple[Any, ...]
 
 # The types of tensors that have no way of their own, and what a short way returns for a call that cannot take it.
-PLAIN = {torch.Tensor, torch.nn.Parameter}
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 LONG_WAY = object()
 
 
@@ -65,10 +65,10 @@ def aval(meta: TensorMeta) -> Aval:
 
 def _exact_types(parameter: Parameter) -> tuple[type, ...]:
     if isinstance(parameter, Scalar):
-        exact, may_be_none = parameter.type, parameter.default is None
+        exact, may_be_none = {parameter.type}, parameter.default is None
     else:
-        exact, may_be_none = torch.Tensor, parameter.optional
-    return (exact, type(None)) if may_be_none else (exact,)
+        exact, may_be_none = PLAIN, parameter.optional
+    return (*exact, type(None)) if may_be_none else tuple(exact)
 
 
 # By op, for each argument the types that need no second look.

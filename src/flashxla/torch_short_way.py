@@ -89,8 +89,9 @@ class ShortWay:
         if len(self._repeats) == _MAX_SHAPES:
             self._repeats.clear()
         known = self._repeats.get(key, [])
-        # A new list: other threads may be looking through the old one.
-        self._repeats[key] = [_Repeat(self._op, platform, values), *known[: _MAX_REPEATS - 1]]
+        if (repeat := _Repeat(self._op, platform, values)).is_like(values):
+            # A new list: other threads may be looking through the old one.
+            self._repeats[key] = [repeat, *known[: _MAX_REPEATS - 1]]
 
 
 def _platform(op: Op, values: Values) -> str | None:
@@ -119,9 +120,10 @@ class _Repeat:
         self._others = _getter([i for i in range(len(values)) if i not in given])
         self._others_then = self._others(values)
         self._types = [*map(type, values)]  # 1 is equal to True and to 1.0, and not the same argument
-        self._guards = TensorGuards(
-            *self._tensors(values), dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
+        tensors = self._tensors(values)
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        # The guards compare requires_grad, which means something only where gradients are on.
+        self._only_without_gradients = any(tensor.requires_grad for tensor in tensors)
         self._updated = self._prepared.updated
         self._counts_updates = not any(values[i].is_inference() for i in self._updated)
         first = values[given[0]]
@@ -132,6 +134,7 @@ class _Repeat:
             [*map(type, values)] == self._types
             and self._others(values) == self._others_then
             and self._guards.check(*self._tensors(values))
+            and not (self._only_without_gradients and torch.is_grad_enabled())
             # Kernels are launched on the current device.
             and (self._device is None or self._device == torch._C._cuda_getDevice())
         )

@@ -159,19 +159,32 @@ def test_wrong_calls_are_refused_behind_right_ones(frontend: TorchFrontend, take
     assert len(taken) == 1
 
 
-def test_gradients(frontend: TorchFrontend, taken: list[Any]) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "Parameter"])
+@pytest.mark.parametrize("without", ["no_grad", "inference"])
+@pytest.mark.parametrize("learnt_first", [False, True])
+def test_gradients(
+    frontend: TorchFrontend, taken: list[Any], without: str, kind: str, learnt_first: bool
+) -> None:
+    """They go the long way, whatever was learnt from calls that need none."""
+    torch = frontend.torch
     values = arguments(frontend, "dense")
-    for _ in range(2):
-        frontend.fx.flash_attn_varlen_func(**values)
-    assert len(taken) == 1
-    values["q"].requires_grad_()
-    for _ in range(2):
-        frontend.fx.flash_attn_varlen_func(**values).sum().backward()
-    assert len(taken) == 1 and values["q"].grad is not None
-    with frontend.torch.no_grad():
-        for _ in range(2):
+    values["q"] = torch.nn.Parameter(values["q"]) if kind == "Parameter" else values["q"].requires_grad_()
+
+    def calls_without() -> None:
+        with mode_of(without):
+            frontend.fx.flash_attn_varlen_func(**values)
+            taken.clear()
             assert not frontend.fx.flash_attn_varlen_func(**values).requires_grad
-    assert len(taken) >= 2
+            assert len(taken) == 1
+
+    if learnt_first:
+        calls_without()
+    taken.clear()
+    for _ in range(3):
+        values["q"].grad = None
+        frontend.fx.flash_attn_varlen_func(**values).sum().backward()
+        assert not taken and values["q"].grad.any()
+    calls_without()
 
 
 def test_updates_are_counted(frontend: TorchFrontend, taken: list[Any]) -> None:
