@@ -65,15 +65,13 @@ class ShortWay:
 
     def __init__(self, op: Op) -> None:
         self._op = op
-        self._first = next(i for i, is_tensor in enumerate(op.is_tensor) if is_tensor)
         self._repeats: dict[Any, list[_Repeat]] = {}
 
     def __call__(self, values: Values) -> Any:
         """Make a call, if it is like one that was learnt."""
-        first = values[self._first]
-        if type(first) not in PLAIN:
+        if type(values[0]) not in PLAIN:
             return LONG_WAY
-        repeats = self._repeats.get(first.shape)
+        repeats = self._repeats.get(values[0].shape)
         if repeats is None or _is_watched():
             return LONG_WAY
         for repeat in repeats:
@@ -85,7 +83,7 @@ class ShortWay:
         """Take in a call that went the long way, so that the next one like it can take the short one."""
         if TensorGuards is None or _is_watched() or (platform := _platform(self._op, values)) is None:
             return
-        key = values[self._first].shape
+        key = values[0].shape
         if len(self._repeats) == _MAX_SHAPES:
             self._repeats.clear()
         known = self._repeats.get(key, [])
@@ -124,10 +122,10 @@ class _Repeat:
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         # The guards compare requires_grad, which means something only where gradients are on.
         self._only_without_gradients = any(tensor.requires_grad for tensor in tensors)
-        self._updated = self._prepared.updated
-        self._counts_updates = not any(values[i].is_inference() for i in self._updated)
-        first = values[given[0]]
-        self._device = first.get_device() if first.is_cuda else None
+        # As torch_calls.mark_updated; the guards tell tensors of the inference mode apart.
+        updated = self._prepared.updated
+        self._counted = () if any(values[i].is_inference() for i in updated) else updated
+        self._device = values[0].get_device() if values[0].is_cuda else None
 
     def is_like(self, values: Values) -> bool:
         return (
@@ -141,8 +139,8 @@ class _Repeat:
 
     def run(self, values: Values) -> Any:
         results = self._prepared.run(values)
-        if self._updated and self._counts_updates:
-            torch._C._increment_version([values[i] for i in self._updated])
+        if self._counted:
+            torch._C._increment_version([values[i] for i in self._counted])
         return results[0] if len(results) == 1 else tuple(results) or None
 
 
