@@ -274,9 +274,15 @@ def flash_attn_varlen_func(
     layout: str = "NHD",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
+    positive_values: bool = False,
 ) -> tuple[Array, Array]:
-    """Returns (out, lse) whatever return_softmax_lse says. deterministic is of the gradients."""
+    """Returns (out, lse) whatever return_softmax_lse says. deterministic is of the gradients.
+
+    positive_values, which no public function has: values without their signs, so that out is the sum of the
+    magnitudes that the weights multiply.
+    """
     keys, values = decode(k, kv_cache_dtype), decode(v, kv_cache_dtype)
+    values = np.abs(values) if positive_values else values
     if block_table is not None:
         assert seqused_k is not None
         keys, values = kv_views(layout, keys, values)
@@ -331,9 +337,11 @@ def paged_attention(
     s_aux: Array | None = None,
     return_softmax_lse: bool = False,
     max_seqlen_q: int | None = None,  # of no effect
+    positive_values: bool = False,  # as for flash_attn_varlen_func
 ) -> tuple[Array, Array]:
     """Returns (out, lse) whatever return_softmax_lse says."""
     keys, values = (decode(view, kv_cache_dtype) for view in _views(kv_cache, layout))
+    values = np.abs(values) if positive_values else values
     window = (-1, -1) if window_size is None else window_size
     return _attention(
         query,

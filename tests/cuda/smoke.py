@@ -269,25 +269,27 @@ def many_queries(rng: Rng) -> Array:
 
 
 def wide(rng: Rng) -> Sizes:
-    """wide: on Hopper, at least 48 queries a sequence, 16-bit keys, pages of a multiple of 8; no ALiBi."""
-    q_dtype, len_q = pick(rng, BF16, F16), many_queries(rng)
+    """wide: on Hopper, at least 48 queries a sequence; keys of 16 bits or fp8, or all of e4m3."""
+    len_q, e4m3 = many_queries(rng), np.dtype(ml_dtypes.float8_e4m3fn)
+    q_dtype = pick(rng, BF16, F16, BF16, F16, e4m3)
     return Sizes(
         q_dtype=q_dtype,
-        element=q_dtype,
+        element=e4m3 if q_dtype == e4m3 else pick(rng, q_dtype, q_dtype, *FP8),
         kv_heads=int(rng.integers(1, 3)),
         group=int(pick(rng, 1, 2, 3, 4, 5)),
         dim=int(pick(rng, *INSTANCES, pick(rng, 8, 40, 72, 80, 96, 112, 192, 200))),
         len_q=len_q,
         len_k=lengths(rng, len_q, int(pick(rng, 20, 400))),
-        page=int(pick(rng, 0, 8, 16, 24, 64, 128)),
+        page=int(pick(rng, 0, 8, 16, 24, 64, 128, 1, 2, 4, 7)),
     )
 
 
 def tile(rng: Rng) -> Sizes:
-    """tile: what wide does not serve, by the page size, the keys' dtype or the head size."""
-    kind = pick(rng, "page", "fp8", "fp8 queries", "head size", "fewer")
-    q_dtype = pick(rng, *FP8) if kind == "fp8 queries" else pick(rng, BF16, F16)
-    element = pick(rng, *FP8) if kind.startswith("fp8") else q_dtype
+    """tile: what wide does not serve, by the dtypes, the head size or fewer queries."""
+    kind = pick(rng, "fp8 queries", "head size", "fewer")
+    e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+    q_dtype = e5m2 if kind == "fp8 queries" else pick(rng, BF16, F16)
+    element = pick(rng, *FP8) if kind == "fp8 queries" else pick(rng, q_dtype, q_dtype, *FP8)
     dim = pick(rng, 1, 7, 46, 100, 255) if kind == "head size" else pick(rng, *INSTANCES, *OTHERS)
     len_q = rng.integers(20, 48, 3) if kind == "fewer" else many_queries(rng)
     return Sizes(
@@ -298,7 +300,7 @@ def tile(rng: Rng) -> Sizes:
         dim=int(dim),
         len_q=len_q,
         len_k=lengths(rng, len_q, 200),
-        page=int(pick(rng, 1, 7, 17)) if kind == "page" else page_size(rng),
+        page=page_size(rng),
     )
 
 
@@ -367,9 +369,15 @@ def apart_call(rng: Rng) -> Call:
     return driver.attention_call(rng, sizes)
 
 
+def sixteen_bits(rng: Rng, sizes: Sizes) -> Sizes:
+    """The only ones that tensor cores differentiate."""
+    dtype = pick(rng, BF16, F16)
+    return sizes._replace(q_dtype=dtype, element=dtype)
+
+
 def wide_gradients_call(rng: Rng) -> Call:
     """wide: on Hopper, 16 bits; no ALiBi."""
-    sizes = wide(rng)._replace(dim=int(pick(rng, 64, 128, 256, 64, 128, 72, 96, 136, 192)))
+    sizes = sixteen_bits(rng, wide(rng))._replace(dim=int(pick(rng, 64, 128, 256, 64, 128, 72, 96, 136, 192)))
     call = driver.attention_backward_call(rng, sizes)
     call.tensors.pop("alibi_slopes", None)
     call.scalars["deterministic"] = int(rng.integers(2))
@@ -378,7 +386,7 @@ def wide_gradients_call(rng: Rng) -> Call:
 
 def tile_gradients_call(rng: Rng) -> Call:
     """tile: ALiBi, which wide does not serve."""
-    sizes = wide(rng)._replace(dim=int(pick(rng, 64, 128, 136, 192, 256)))
+    sizes = sixteen_bits(rng, wide(rng))._replace(dim=int(pick(rng, 64, 128, 136, 192, 256)))
     call = driver.attention_backward_call(rng, sizes)
     heads = call.tensors["q"].shape[1]
     call.tensors["alibi_slopes"] = rng.uniform(0, 0.5, (heads,)).astype(np.float32)

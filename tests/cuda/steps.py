@@ -12,9 +12,9 @@ from tests.checks import TOLERANCE, assert_close, assert_same_bits
 
 Array = np.ndarray
 
-S, T, M, HEADS, KV_HEADS, DIM = 6, 320, 24, 8, 2, 128
+S, T, M, HEADS, KV_HEADS = 6, 320, 24, 8, 2
 BLOCKS = S * M + 3
-SCALE = DIM**-0.5
+SCALE = 128**-0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Kind:
     engine: str
     dtype: type = ml_dtypes.bfloat16
     page: int = 16
+    dim: int = 128
 
 
 KINDS = {
     "decode": Kind(((1, 1),), "wide"),  # of which there are none
     "speculation": Kind(((1, 10),), "wide"),
     "wide": Kind(((48, 150),), "wide"),
-    "tile": Kind(((17, 70),), "tile", page=4),
+    "tile": Kind(((17, 70),), "tile", page=4, dim=100),
     "mixed": Kind(((1, 1), (1, 10), (17, 47), (48, 120)), "wide"),
     "float32": Kind(((1, 1), (1, 60)), "simt", np.float32),
 }
@@ -57,7 +58,9 @@ def normal(rng: np.random.Generator, kind: str, *shape: int) -> Array:
 
 def empty_caches(rng: np.random.Generator, kind: str) -> tuple[Array, Array]:
     """Caches of random numbers."""
-    key_cache, value_cache = (normal(rng, kind, BLOCKS, KINDS[kind].page, KV_HEADS, DIM) for _ in "kv")
+    key_cache, value_cache = (
+        normal(rng, kind, BLOCKS, KINDS[kind].page, KV_HEADS, KINDS[kind].dim) for _ in "kv"
+    )
     return key_cache, value_cache
 
 
@@ -84,9 +87,9 @@ def step(rng: np.random.Generator, kind: str) -> Step:
         positions = np.arange(lengths[s] - queries[s], lengths[s])
         slots[starts[s] : starts[s + 1]] = table[s, positions // page] * page + positions % page
     return Step(
-        query=normal(rng, kind, T, HEADS, DIM),
-        key=normal(rng, kind, T, KV_HEADS, DIM),
-        value=normal(rng, kind, T, KV_HEADS, DIM),
+        query=normal(rng, kind, T, HEADS, KINDS[kind].dim),
+        key=normal(rng, kind, T, KV_HEADS, KINDS[kind].dim),
+        value=normal(rng, kind, T, KV_HEADS, KINDS[kind].dim),
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32),
         lengths=np.pad(lengths, (0, S - count)).astype(np.int32),

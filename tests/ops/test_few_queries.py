@@ -65,8 +65,9 @@ def many_engine(case: Case) -> str:
     """What serves the sequences of many queries, where swap serves those of few."""
     if case.heads[0] // case.heads[1] * max(len_q for len_q, _ in case.lens) <= 64 or case.heads[0] >= 100:
         return "swap"  # there are none
-    takes_wide = case.cache == "same" and case.dtype in ("bf16", "f16") and case.alibi is None
-    return "wide" if takes_wide else "tile"
+    if case.dtype in ("bf16", "f16"):
+        return "wide"
+    return "wide" if {case.dtype, case.cache} == {"e4m3"} and case.dim <= 128 else "tile"
 
 
 def call_with_bound(rng: np.random.Generator, case: Case) -> tuple[str, Arguments]:

@@ -9,6 +9,7 @@ from tests import reference
 from tests.batches import Arguments, Case, paged_attention_arguments
 from tests.checks import assert_attention, assert_same_bits
 from tests.frontends import Frontend
+from tests.ops import engines
 
 MIXED = ((1, 33), (5, 18), (9, 9), (4, 4))
 DECODE = ((1, 1), (1, 40), (1, 17))
@@ -54,8 +55,7 @@ CASES = [
 
 
 def check(frontend: Frontend, arguments: Arguments) -> None:
-    out, lse = frontend.paged_attention(**arguments)
-    assert_attention(out, lse, reference.paged_attention(**arguments), arguments["query"].dtype)
+    out, _ = engines.check(frontend, "paged_attention", arguments)
     start, seqs = arguments["query_start_loc"], int(arguments["num_seqs"][0])
     assert not out[start[seqs] :].astype(np.float32).any(), "padding tokens are not 0"
 

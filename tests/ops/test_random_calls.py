@@ -37,7 +37,7 @@ from tests.checks import (
 )
 from tests.frontends import TorchFrontend
 from tests.gradients import SOURCES, cotangents, gradients_from
-from tests.ops.engines import ONE_TENSOR, call_of, differentiated_by, served_by
+from tests.ops.engines import ONE_TENSOR, call_of, differentiated_by, rounding_of_weights, served_by
 
 Rng = np.random.Generator
 Lens = tuple[tuple[int, int], ...]
@@ -92,7 +92,7 @@ def chunks(rng: Rng) -> dict[str, Any]:
 
 
 def wide(rng: Rng) -> dict[str, Any]:
-    """Many queries, as wide takes them."""
+    """Many queries, as wide takes them; of every page size, and with keys of 16 bits or fp8."""
     queries = rng.permutation(
         [*rng.integers(48, pick(rng, 64, 130, 130, 300), pick(rng, 1, 1, 2)), *pick(rng, [], [1, 0, 3])]
     )
@@ -101,15 +101,14 @@ def wide(rng: Rng) -> dict[str, Any]:
         "group": pick(rng, 1, 1, 2, 4),
         "dtype": pick(rng, *SIXTEEN),
         "dim": pick(rng, 64, 128, 256, 8 * rng.integers(1, 33)),
-        "page": pick(rng, None, 8, 16, 24, 64),
-        "cache": "same",
-        "alibi": None,
+        "page": pick(rng, None, 8, 16, 24, 64, int(rng.integers(1, 21))),
+        "cache": pick(rng, "same", "same", *FP8),
     }
 
 
 def tile(rng: Rng) -> dict[str, Any]:
-    """Many queries, as wide does not take them: by the page, the head size, ALiBi, fp8 or fewer queries."""
-    why = pick(rng, {"page": 17}, {"page": 1}, {"dim": 46}, {"alibi": "SH"}, {"cache": pick(rng, *FP8)}, {})
+    """Many queries, as wide does not take them: by the head size, or fewer queries."""
+    why = pick(rng, {"dim": 46}, {"dim": 2 * int(rng.integers(0, 64)) + 1}, {})
     queries = rng.integers(17, 48, 3) if not why else rng.integers(48, pick(rng, 64, 200), pick(rng, 1, 3))
     return {
         "lens": lens_of(rng, queries, 200),
@@ -122,10 +121,10 @@ def tile(rng: Rng) -> dict[str, Any]:
 
 def fp8(rng: Rng) -> dict[str, Any]:
     """Queries, keys and values of 8 bits, few or many."""
-    base = pick(rng, few, tile)(rng)
+    base = pick(rng, few, tile, wide, wide)(rng)
     return {
         **base,
-        "dtype": pick(rng, "e4m3", "e5m2"),
+        "dtype": pick(rng, "e4m3", "e4m3", "e5m2"),
         "cache": pick(rng, *FP8),
         "descale": pick(rng, "1", "H", "SH"),
     }
@@ -198,7 +197,8 @@ def attend(frontend: TorchFrontend, rng: Rng, sizes: Callable[[Rng], dict[str, A
     second = run(frontend, function, arguments)
     expected = getattr(reference, function)(**arguments)
     queries = arguments["query" if function == "paged_attention" else "q"]
-    assert_attention(first[0], first[1], expected, queries.dtype)
+    rounding = rounding_of_weights(frontend, function, arguments)
+    assert_attention(first[0], first[1], expected, queries.dtype, rounding)
     same(first, second)
     return " ".join(sorted(set(served_by(frontend, function, arguments) or ("unknown",))))
 
@@ -237,7 +237,8 @@ def write_and_attend(frontend: TorchFrontend, rng: Rng) -> str:
     poison(frontend, case)
     first, second = (run(frontend, "ragged_paged_attention", arguments) for _ in range(2))
     out, lse, cache = reference.ragged_paged_attention(**arguments)
-    assert_attention(first[0], first[1], (out, lse), arguments["query"].dtype)
+    rounding = rounding_of_weights(frontend, "ragged_paged_attention", arguments)
+    assert_attention(first[0], first[1], (out, lse), arguments["query"].dtype, rounding)
     caches = [caches_of({"kv_cache": x}) for x in (first[2], second[2], cache)]
     same(caches[0], caches[2])
     same((*first[:2], *caches[0]), (*second[:2], *caches[1]))
@@ -309,7 +310,7 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "chunks": (lambda f, rng: attend(f, rng, chunks), ("swap",)),
     "wide": (lambda f, rng: attend(f, rng, wide), ("swap", "wide")),
     "tile": (lambda f, rng: attend(f, rng, tile), ("swap", "split", "tile")),
-    "fp8": (lambda f, rng: attend(f, rng, fp8), ("swap", "split", "tile")),
+    "fp8": (lambda f, rng: attend(f, rng, fp8), ("swap", "split", "wide", "tile")),
     "float32": (lambda f, rng: attend(f, rng, float32), ("simt",)),
     "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "swap", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),

@@ -125,7 +125,7 @@ const char* WhyNotSwap(const Facts& facts) {
   if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
-  return WhyNoCacheBoxes(p);
+  return WhyNoCacheBoxes(p, 8);
 }
 
 // Calls body(Type<SwapShape>) with the shape that serves a call.
@@ -177,7 +177,7 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.p = p;
   w.box_keys = KeysOfBox(p, kFewKvTileKeys);
   w.tag = NewTag();
-  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q);
+  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
   if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {

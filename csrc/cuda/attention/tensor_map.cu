@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <cstdio>
+
 #include "common/tensor_view.h"
 #include "cuda/attention/tensor_map.h"
 
@@ -54,16 +56,19 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
 
 }  // namespace
 
-bool AreVectors(const Rows& rows) {
-  return rows.stride_dim == 1 && rows.stride_token % 8 == 0 && rows.stride_head % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
+bool AreVectors(const Rows& rows, int64_t dtype) {
+  const int64_t elements = 16 / ElementSize(dtype);
+  return rows.stride_dim == 1 && rows.stride_token % elements == 0 &&
+         rows.stride_head % elements == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
 
-const char* WhyNoCacheBoxes(const Problem& p) {
+const char* WhyNoCacheBoxes(const Problem& p, int least) {
   const BlockTable& table = p.block_table;
   if (table.num_blocks == 0 || table.block_size == 0) return "there are no keys";
-  if (table.data != nullptr && table.block_size % 8 != 0) {
-    return "the page size is not a multiple of 8";
+  if (table.data != nullptr && KeysOfBox(p, least) < least) {
+    static thread_local char why[64];  // valid until this thread's next call
+    std::snprintf(why, sizeof(why), "the page size is not a multiple of %d", least);
+    return why;
   }
   if (!p.kv_vectors) return "strides or addresses of the keys are not multiples of 16 bytes";
   for (const Cache* c : {&p.k, &p.v}) {

@@ -17,11 +17,12 @@ inline bool TakesStride(int64_t size, int64_t stride) {
   return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
 }
 
-// Whether rows of 16-bit elements can be read in vectors of 16 bytes.
-bool AreVectors(const Rows& rows);
+// Whether rows of a dtype can be read in vectors of 16 bytes.
+bool AreVectors(const Rows& rows, int64_t dtype);
 
-// Why TMA cannot load the keys and values in boxes that each lie in one page; "" if it can.
-const char* WhyNoCacheBoxes(const Problem& p);
+// Why TMA cannot load the keys and values in boxes of at least `least` keys, a power of two, that
+// each lie in one page; "" if it can.
+const char* WhyNoCacheBoxes(const Problem& p, int least);
 
 // Keys per such a box: at most `most`, a power of two.
 int KeysOfBox(const Problem& p, int most);

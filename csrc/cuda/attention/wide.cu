@@ -1,17 +1,20 @@
 // wide: many queries on Hopper. A thread block computes q tiles of 128 query tokens of one head.
-// The producer warps (wide_load.cuh) load by TMA. Two consumer warpgroups, of 64 rows each,
-// multiply: they overlap the scores of the next kv tile with the softmax and values of the last.
+// The producer warps load by TMA (wide_load.cuh), or row by row where pages are small
+// (wide_gather.cuh), and convert fp8 keys (wide_fp8.cuh). Two consumer
+// warpgroups, of 64 rows each, multiply: they overlap the scores of the next kv tile with the
+// softmax and values of the last.
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/attention/warp.cuh"
+#include "cuda/attention/wide_fp8.cuh"
+#include "cuda/attention/wide_gather.cuh"
 #include "cuda/attention/wide_load.cuh"
 
 namespace flashxla::attention {
 namespace {
 
-constexpr int kThreads = 3 * kWarpgroupThreads;
 [[maybe_unused]] constexpr int kConsumerWarps = 8;
 
 #if defined(FLASHXLA_HOPPER)
@@ -21,6 +24,7 @@ struct RowState {
   float row_max[2], row_sum[2];  // of the unscaled scores; of this thread's columns
   int begin[2], end[2];          // keys that each row sees
   int begin_all, end_all;        // keys that all 64 rows see
+  int diagonal;                  // position of the first of the two rows among the keys
 
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
   __device__ RowState(const Problem& p, const WideTile& tile, int group, int row0) {
@@ -29,6 +33,7 @@ struct RowState {
     const int group_query = tile.first_query + group * 64;
     begin_all = p.Visible(s, min(group_query + 63, last_query)).begin;
     end_all = p.Visible(s, min(group_query, last_query)).end;
+    diagonal = tile.first_query + row0 + (s.length - s.num_queries);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Rows past the sequence's last repeat its mask. They are computed but not stored.
@@ -39,18 +44,64 @@ struct RowState {
   }
 };
 
-template <int kColumns>
-__device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, float scale,
-                              int first_key, float softcap, bool negative, float (&factor)[2]) {
+// How the products of a q tile's rows become scores, in log2: times `scale`, after the softcap and
+// ALiBi's slope.
+struct ScoreRule {
+  float scale, softcap, slope;
+  bool negative;
+
+  __device__ ScoreRule(const Problem& p, const WideTile& tile, int kv_head) {
+    scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
+    negative = scale < 0.f;
+    scale = fabsf(scale);
+    if (p.softcap > 0.f) softcap = 2.f * kLog2e * scale / p.softcap, scale = p.softcap;
+    // Not 0, since 0 times the -inf of a masked score is NaN.
+    scale = fmaxf(scale * kLog2e, 1e-30f);
+    slope = p.alibi_slopes.at(tile.index, tile.head, 0.f) * kLog2e;
+  }
+  // What the scores that OnlineSoftmax leaves are still to be multiplied by.
+  __device__ float rest() const { return slope != 0.f ? 1.f : scale; }
+};
+
+// ptxas moves a wait for matrix instructions up, in front of arithmetic that is there to overlap
+// with them. A branch that depends on the arithmetic keeps it above. It is never taken: a sum of
+// weights is not negative.
+__device__ inline void KeepAbove(float sum) {
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "again:\n"
+      "setp.lt.f32 never, %0, 0f00000000;\n"
+      "@!never bra done;\n"
+      "nanosleep.u32 20;\n"
+      "bra again;\n"
+      "done:\n"
+      "}\n" ::"f"(sum));
+}
+
+// Turns scores into weights, 2^kLift times as large.
+template <int kColumns, int kLift>
+__device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, const ScoreRule& rule,
+                              int first_key, float (&factor)[2]) {
   const int lane = threadIdx.x & 31;
-  if (negative) {
+  if (rule.negative) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) score[i] = -score[i];
   }
-  if (softcap > 0.f) {  // `scale` is that of the capped scores
+  if (rule.softcap > 0.f) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
-      score[i] = TanhFromLog2(score[i] * softcap);
+      score[i] = TanhFromLog2(score[i] * rule.softcap);
+    }
+  }
+  const float scale = rule.rest();
+  if (rule.slope != 0.f) {
+    // A difference of two positions, which integers hold exactly, of less than 2^24 in most calls.
+    const float distance = static_cast<float>(rows.diagonal - first_key - lane % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const float d = distance + static_cast<float>(i / 2 % 2 * 8 - (i / 4 * 8 + i % 2));
+      score[i] = fmaf(score[i], rule.scale, -rule.slope * fabsf(d));
     }
   }
   // Relative to this thread's first column, so that its columns are compile-time constants.
@@ -78,6 +129,7 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, floa
     row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
     const float base = row_max == -INFINITY ? 0.f : row_max * scale;
     factor[r] = Exp2(rows.row_max[r] * scale - base);
+    const float lifted = kLift - base;
     rows.row_max[r] = row_max;
     float row_sum = 0.f;
 #pragma unroll
@@ -85,7 +137,7 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, floa
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float& x = score[i * 4 + 2 * r + j];
-        x = Exp2(fmaf(x, scale, -base));
+        x = Exp2(fmaf(x, scale, lifted));
         row_sum += x;
       }
     }
@@ -94,11 +146,12 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, floa
 }
 
 // Normalizes and writes rows row0 and row0 + 8 of a q tile.
-template <typename T, int kDims>
+template <typename T, int kDims, int kLift>
 __device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, int row0,
                           const RowState& rows, float scale, const float (&out)[kDims / 2]) {
   const int lane = threadIdx.x & 31;
-  const float value_scale = p.ValueScale(tile.index, kv_head);
+  constexpr float kLower = 1.f / (1 << kLift);
+  const float value_scale = p.ValueScale(tile.index, kv_head) * kLower;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float row_sum = rows.row_sum[r];
@@ -107,7 +160,7 @@ __device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, i
     const int query = tile.first_query + row0 + 8 * r;
     if (query > tile.s.num_queries - 1) continue;
     const int token = tile.s.first_query + query;
-    const float2 end = FinishRow(rows.row_max[r] * scale, row_sum, p.Sink(tile.head));
+    const float2 end = FinishRow(rows.row_max[r] * scale, row_sum * kLower, p.Sink(tile.head));
     if (lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
     const float whole = end.x * value_scale;
     T* to = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token +
@@ -123,19 +176,25 @@ __device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, i
   }
 }
 
-// The consumer warpgroups.
-template <typename T, int kDims>
-__device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+// The consumer warpgroups. Product: what the products take.
+template <typename Product, typename Out, int kDims, typename S>
+__device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr int kKeys = S::kKeys;
+  constexpr int kLift = S::kFp8 ? kLiftLog2 : 0;
+  // A matrix instruction sums over 32 bytes: of dims for scores, of keys for values.
+  constexpr int kStepElements = 32 / S::kElementBytes;
+  constexpr int kDimSteps = kDims / kStepElements, kKeySteps = kKeys / kStepElements;
   // The warpgroups take turns at the tensor cores: one multiplies during the other's softmax.
-  constexpr bool kTurns = kDims >= 128;
+  constexpr bool kTurns = kDims >= 128 && !S::kFp8;
+  // Without turns, a warpgroup's softmax is to overlap with its own products of values.
+  constexpr bool kOverlap = !kTurns && S::kPlain;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
-  const int group = threadIdx.x / kWarpgroupThreads - 1;
+  const int thread = threadIdx.x - S::kProducerThreads, group = thread / kWarpgroupThreads;
   const int row0 = group * 64 + threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / 4;
-  PipelineState<S::kStages> keys, values;
+  PipelineState<S::kStages> keys;
+  PipelineState<S::kValueStages> values;
   PipelineState<S::kQueryStages> queries;
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
 
@@ -143,35 +202,31 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
   while (tile.Next(p)) {
     const PlannedSequence& s = tile.s;
     const int kv_head = tile.head / p.group_size;
-    float scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
-    const bool negative = scale < 0.f;
-    scale = fabsf(scale);
-    if (p.softcap > 0.f) softcap = 2.f * kLog2e * scale / p.softcap, scale = p.softcap;
-    // Not 0, since 0 times the -inf of a masked score is NaN.
-    scale = fmaxf(scale * kLog2e, 1e-30f);
+    const ScoreRule rule(p, tile, kv_head);
     RowState rows(p, tile, group, row0);
     float out[kDims / 2], score[kKeys / 2], factor[2];
-    uint32_t weights[kKeys / 16][4];
+    uint32_t weights[kKeySteps][4];
 #pragma unroll
     for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
 
-    uint32_t q_fragments[S::kQueriesInRegisters ? kDims / 16 : 1][4];
+    uint32_t q_fragments[S::kQueriesInRegisters ? kDimSteps : 1][4];
     auto start_scores = [&](int stage) {
       FenceMatrix();
 #pragma unroll
-      for (int k = 0; k < kDims / 16; ++k) {
+      for (int k = 0; k < kDimSteps; ++k) {
         const int block = k / 4, step = k % 4 * 32;
         const uint64_t b =
             MatrixDescriptor(shared.keys(stage) + block * kKeys * kWideRowBytes + step, 0);
         if constexpr (S::kQueriesInRegisters) {
-          Matrix<T, kKeys>::Scores(score, q_fragments[k], b, k > 0);
+          Matrix<Product, kKeys>::Scores(score, q_fragments[k], b, k > 0);
         } else {
-          Matrix<T, kKeys>::Scores(score,
-                                   MatrixDescriptor(shared.queries(queries.stage) +
-                                                        block * kManyQTileTokens * kWideRowBytes +
-                                                        group * 64 * kWideRowBytes + step,
-                                                    0),
-                                   b, k > 0);
+          Matrix<Product, kKeys>::Scores(
+              score,
+              MatrixDescriptor(shared.queries(queries.stage) +
+                                   block * kManyQTileTokens * kWideRowBytes +
+                                   group * 64 * kWideRowBytes + step,
+                               0),
+              b, k > 0);
         }
       }
       CommitMatrix();
@@ -179,24 +234,23 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
     auto start_values = [&](int stage) {
       FenceMatrix();
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
-        Matrix<T, kDims>::Values(
-            out, weights[k],
-            MatrixDescriptor(shared.values(stage) + k * 16 * kWideRowBytes, kKeys * kWideRowBytes));
+      for (int k = 0; k < kKeySteps; ++k) {
+        const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
+        Matrix<Product, kDims>::Values(out, weights[k],
+                                       MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes));
       }
       CommitMatrix();
     };
     // Waits for kv tile n's values, and zeroes those of keys that do not exist: they may hold NaN,
-    // and 0 times NaN is not 0.
+    // and 0 times NaN is not 0. (Who turned values did that.)
     auto wait_values = [&](int n) {
       WaitBarrier(shared.values_full(values.stage), values.parity);
+      if constexpr (S::kFp8) return;
       const int low = max(s.first_key - n * kKeys, 0), high = min(s.num_keys - n * kKeys, kKeys);
       if (low == 0 && high == kKeys) return;
-      const int thread = threadIdx.x - kWarpgroupThreads;
       const int missing = low + kKeys - high;
       constexpr int kVectors = kWideRowBytes / 16;
-      for (int i = thread; i < missing * kVectors * (kDims / kWideBlockColumns);
-           i += 2 * kWarpgroupThreads) {
+      for (int i = thread; i < missing * kVectors * S::kBlocks; i += 2 * kWarpgroupThreads) {
         int key = i / kVectors % missing;
         if (key >= low) key += high - low;
         const int block = i / kVectors / missing;
@@ -212,10 +266,15 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
     };
     auto pack_weights = [&] {
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
+      for (int k = 0; k < kKeySteps; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          weights[k][i] = Pack<T>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
+          if constexpr (S::kFp8) {
+            const float* x = &score[k * 16 + i / 2 * 8 + i % 2 * 2];
+            weights[k][i] = PackFp8(x[0], x[1], x[4], x[5]);
+          } else {
+            weights[k][i] = Pack<Product>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
+          }
         }
       }
     };
@@ -226,7 +285,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
     if constexpr (S::kQueriesInRegisters) {
       const int row = row0 - lane / 4 + lane % 16;
 #pragma unroll
-      for (int k = 0; k < kDims / 16; ++k) {
+      for (int k = 0; k < kDimSteps; ++k) {
         const int chunk = k % 4 * 2 + lane / 16;
         LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
                                          k / 4 * kManyQTileTokens * kWideRowBytes +
@@ -243,7 +302,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
       Pin(score);
       release(shared.keys_empty(keys.stage));
       keys.Next();
-      OnlineSoftmax<kKeys>(score, rows, scale, n * kKeys, softcap, negative, factor);
+      OnlineSoftmax<kKeys, kLift>(score, rows, rule, n * kKeys, factor);
       pack_weights();
       for (--n; n >= first; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -256,13 +315,17 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
         Pin(score);
         release(shared.keys_empty(keys.stage));
         keys.Next();
-        OnlineSoftmax<kKeys>(score, rows, scale, n * kKeys, softcap, negative, factor);
+        OnlineSoftmax<kKeys, kLift>(score, rows, rule, n * kKeys, factor);
+        if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
         WaitMatrix<0>();
         Pin(out);
         release(shared.values_empty(values.stage));
         values.Next();
+        // The largest score seldom changes after a row's first keys.
+        if (!kOverlap || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
-        for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
+          for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
+        }
         pack_weights();
       }
       if (!S::kQueriesInRegisters) release(shared.queries_empty(queries.stage));
@@ -273,22 +336,25 @@ __device__ void Consume(const WideProblem& w, const WideShared<kDims>& shared) {
       release(shared.values_empty(values.stage));
       values.Next();
     } else if (!S::kQueriesInRegisters) {
+      __syncwarp();  // the stage is given back for all lanes
       release(shared.queries_empty(queries.stage));
     }
     queries.Next();
 
-    StoreRows<T, kDims>(p, tile, kv_head, row0, rows, scale, out);
+    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.rest(), out);
   }
 }
 
 #endif  // FLASHXLA_HOPPER
 
-template <typename T, int kDims>
-__global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant__ WideProblem w) {
+// Product: what the products take; it is Out but for e4m3.
+template <typename Product, typename Out, int kDims, WideKeys kKind>
+__global__ void __launch_bounds__(WideShape<kDims, kKind>::kThreads, 1)
+    WideKernel(const __grid_constant__ WideProblem w) {
 #if defined(FLASHXLA_HOPPER)
-  using S = WideShape<kDims>;
+  using S = WideShape<kDims, kKind>;
   extern __shared__ char memory[];
-  const WideShared<kDims> shared(memory);
+  const WideShared<S> shared(memory);
   TriggerNext();
   WaitForPrevious();
   if (static_cast<int>(blockIdx.x) >= w.p.plan.totals[kMany] * w.p.num_heads) return;
@@ -296,28 +362,28 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
     PrefetchMap(&w.q);
     PrefetchMap(&w.k);
     PrefetchMap(&w.v);
-    for (int i = 0; i < S::kQueryStages; ++i) {
-      InitBarrier(shared.queries_full(i), 1);
-      InitBarrier(shared.queries_empty(i), kConsumerWarps);
-    }
-    for (int i = 0; i < S::kStages; ++i) {
-      InitBarrier(shared.keys_full(i), 1);
-      InitBarrier(shared.values_full(i), 1);
-      InitBarrier(shared.keys_empty(i), kConsumerWarps);
-      InitBarrier(shared.values_empty(i), kConsumerWarps);
-    }
-    FenceProxy();
+    shared.InitBarriers(kConsumerWarps, w.gathers);
   }
   __syncthreads();
-  if (threadIdx.x < kWarpgroupThreads) {
-    LowerRegisters<24>();
+  if (threadIdx.x < S::kProducerThreads) {
+    LowerRegisters<S::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
-    if (warp == 0) LoadKeys<kDims, false>(w, shared);
-    if (warp == 1) LoadKeys<kDims, true>(w, shared);
-    if (warp == 2) LoadQueries<kDims>(w, shared);
+    if (S::kPlain && w.gathers) {
+      if constexpr (S::kPlain) GatherKeys(w, shared);
+    } else if constexpr (S::kPlain) {
+      if (warp == 0) LoadKeys<S, false>(w, shared);
+      if (warp == 1) LoadKeys<S, true>(w, shared);
+      if (warp == 2) LoadQueries(w, shared);
+    } else if (warp == 0) {
+      LoadRaw(w, shared);
+    } else if (!S::kFp8 && w.p.kv_dtype == FLASHXLA_F8E5M2) {
+      ConvertKeys<Out, S, true>(w, shared);
+    } else {
+      ConvertKeys<Out, S, false>(w, shared);
+    }
   } else {
-    RaiseRegisters<240>();
-    Consume<T, kDims>(w, shared);
+    RaiseRegisters<S::kConsumerRegisters>();
+    Consume<Product, Out, kDims>(w, shared);
   }
 #endif
 }
@@ -326,12 +392,17 @@ const char* WhyNotWide(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
-  if (IsFp8(p.q_dtype)) return "queries are fp8";
-  if (p.kv_dtype != p.q_dtype) return "keys and queries differ in dtype";
+  if (IsFp8(p.q_dtype)) {
+    if (p.q_dtype != FLASHXLA_F8E4M3 || p.kv_dtype != FLASHXLA_F8E4M3) {
+      return "fp8 queries, and not all of e4m3";
+    }
+    if (DimsBucket(p.head_size) > 128) return "fp8 queries with a head size above 128";
+  }
   if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
-  if (p.alibi_slopes.data != nullptr) return "ALiBi slopes";
-  if (const char* why = WhyNoCacheBoxes(p); why[0] != '\0') return why;
-  if (!AreVectors(p.q)) return "strides or addresses of the queries are not multiples of 16 bytes";
+  if (const char* why = WhyNoCacheBoxes(p, 1); why[0] != '\0') return why;
+  if (!AreVectors(p.q, p.q_dtype)) {
+    return "strides or addresses of the queries are not multiples of 16 bytes";
+  }
   if (!TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
     return "TMA does not support the strides of the queries";
   }
@@ -339,26 +410,40 @@ const char* WhyNotWide(const Facts& facts) {
   return "";
 }
 
-flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
+template <typename Product, typename Out, int kDims, WideKeys kKind>
+bool Launch(const Problem& p, cudaStream_t stream) {
+  using S = WideShape<kDims, kKind>;
   WideProblem w = {};
   w.p = p;
-  w.box_keys = KeysOfBox(p, WideKvTileKeys(p.head_size));
-  if (!MapQueries(p, kWideBlockColumns, kManyQTileTokens, &w.q) ||
-      !MapCache(p, p.k, kWideBlockColumns, w.box_keys, &w.k) ||
-      !MapCache(p, p.v, kWideBlockColumns, w.box_keys, &w.v)) {
-    return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of q, k or v");
+  w.box_keys = KeysOfBox(p, S::kKeys);
+  w.gathers = S::kPlain && w.box_keys < 8;
+  const int columns = S::kPlain ? S::kBlockColumns : S::kRawColumns;
+  if (!MapQueries(p, S::kBlockColumns, kManyQTileTokens, &w.q) ||
+      !MapCache(p, p.k, columns, w.box_keys, &w.k) ||
+      !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
+    return false;
   }
-  WithInstance(p.out_dtype, p.head_size, false, [&](auto t, auto dims, auto is_fp8) {
+  auto* kernel = WideKernel<Product, Out, kDims, kKind>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
+  return true;
+}
+
+flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
+  bool launched = false;
+  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
+    using Out = typename decltype(t)::type;
+    constexpr int kDims = decltype(dims)::value;
     if constexpr (!decltype(is_fp8)::value) {
-      using T = typename decltype(t)::type;
-      constexpr int kDims = decltype(dims)::value;
-      auto* kernel = WideKernel<T, kDims>;
-      constexpr int kBytes = WideShape<kDims>::kBytes;
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      LaunchDependent(kernel, NumMultiprocessors(), kThreads, kBytes, stream, w);
+      launched = Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream);
+    } else if (!IsFp8(p.q_dtype)) {
+      launched = Launch<Out, Out, kDims, WideKeys::kWidened>(p, stream);
+    } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
+      launched = Launch<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, stream);
     }
   });
-  return FLASHXLA_OK;
+  if (launched) return FLASHXLA_OK;
+  return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of q, k or v");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What wide's warps share, and its producer warps: the q tiles of a thread block, the stages in
+// What wide's warps share, and the warps that load: the q tiles of a thread block, the stages in
 // shared memory, and the TMA loads that fill them.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_LOAD_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_LOAD_CUH_
@@ -9,32 +9,64 @@
 
 namespace flashxla::attention {
 
-// In shared memory queries, keys and values lie in blocks of 64 columns, i.e. rows of 128 bytes.
-constexpr int kWideBlockColumns = 64;
+// In shared memory queries, keys and values lie in blocks of columns, i.e. rows of 128 bytes.
 constexpr int kWideRowBytes = 128;
+
+constexpr int kGatheringWarps = kWarpgroupThreads / 32;
 
 constexpr int WideKvTileKeys(int head_size) { return head_size > 128 ? 64 : 128; }
 
-template <int kDims>
+// How keys and values get from memory to the products.
+enum class WideKeys {
+  kPlain,    // 16 bit, as the queries: TMA loads them
+  kWidened,  // fp8, under 16-bit queries: warps widen them to the queries' dtype
+  kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
+};
+
+template <int kDims, WideKeys kKind>
 struct WideShape {
+  static constexpr bool kPlain = kKind == WideKeys::kPlain, kFp8 = kKind == WideKeys::kFp8;
   static constexpr int kKeys = WideKvTileKeys(kDims);
-  static constexpr int kStages = kDims > 128 ? 2 : kDims > 64 ? 3 : 4;
+  // To widen takes a warpgroup more than to load. Heads above 128 leave no registers for that.
+  static constexpr bool kManyProducers = kKind == WideKeys::kWidened && kDims <= 128;
+  static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
+  static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
+  static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
+  static constexpr int kStages = kFp8 || kDims <= 64 ? 4 : kDims <= 128 ? 3 : 2;  // of keys
+  // Of values: they are in use for shorter.
+  static constexpr int kValueStages =
+      kKind == WideKeys::kWidened && kDims <= 128 ? kStages - 1 : kStages;
   static constexpr int kQueryStages = 1;
   // Keeps queries in registers, so that matrix instructions do not read them from shared memory
   // each time.
-  static constexpr bool kQueriesInRegisters = kDims <= 128;
-  static constexpr int kQueryBytes = kManyQTileTokens * kDims * 2;
-  static constexpr int kStageBytes = kKeys * kDims * 2;  // of keys; the same of values
-  static constexpr int kBarrierBytes = 8 * (2 * kQueryStages + 4 * kStages);
+  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kManyProducers;
+  static constexpr int kQueryBytes = kManyQTileTokens * kBlocks * kWideRowBytes;
+  static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
+  // Values of e4m3 are turned: [dims, keys].
+  static constexpr int kValueBytes = kFp8 ? kDims * kWideRowBytes : kKeyBytes;
+  // fp8 keys or values as they are in memory.
+  static constexpr int kRawColumns = kWideRowBytes;
+  static constexpr int kRawBlocks = (kDims + kRawColumns - 1) / kRawColumns;
+  static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
+  static constexpr int kRawStages = kPlain ? 0 : 2;
+  static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
+  static constexpr int kThreads = kProducerThreads + 2 * kWarpgroupThreads;
+  static constexpr int kConvertingWarps = kPlain ? 0 : kProducerThreads / 32 - 1;  // one loads
+  static constexpr int kBarrierBytes = 8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages);
   // Aligning the stages may take up to 1 KB.
-  static constexpr int kBytes =
-      1024 + kQueryStages * kQueryBytes + 2 * kStages * kStageBytes + kBarrierBytes;
+  static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
+                                kValueStages * kValueBytes + kRawStages * kRawBytes + kBarrierBytes;
+  // Of a thread: together what all threads have at the start.
+  static constexpr int kProducerRegisters = kManyProducers ? 48 : 40;
+  static constexpr int kConsumerRegisters = kManyProducers ? 208 : 232;
+  static_assert(kBytes <= 227 * 1024);
 };
 
 struct WideProblem {
   CUtensorMap q, k, v;
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
+  bool gathers;  // plain keys: threads copy them, not TMA
 };
 
 // The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
@@ -85,28 +117,55 @@ struct WideTile {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Addresses in shared memory: stages of queries, of keys and of values. Each stage has two
-// barriers, one for "it is full" and one for "it is empty".
-template <int kDims>
+// Addresses in shared memory: stages of queries, of keys and of values, and of raw keys and values.
+// Each stage has two barriers, one for "it is full" and one for "it is empty".
+template <typename S>
 struct WideShared {
-  using S = WideShape<kDims>;
   uint32_t base, barriers;
 
   __device__ explicit WideShared(const char* shared) {
     base = (SharedAddress(shared) + 1023) / 1024 * 1024;
-    barriers = values(S::kStages);
+    barriers = raw(S::kRawStages);
   }
   __device__ uint32_t queries(int stage) const { return base + stage * S::kQueryBytes; }
   __device__ uint32_t keys(int stage) const {
-    return queries(S::kQueryStages) + stage * S::kStageBytes;
+    return queries(S::kQueryStages) + stage * S::kKeyBytes;
   }
-  __device__ uint32_t values(int stage) const { return keys(S::kStages + stage); }
+  __device__ uint32_t values(int stage) const { return keys(S::kStages) + stage * S::kValueBytes; }
+  __device__ uint32_t raw(int stage) const {
+    return values(S::kValueStages) + stage * S::kRawBytes;
+  }
   __device__ uint32_t keys_full(int i) const { return barriers + 8 * i; }
-  __device__ uint32_t values_full(int i) const { return keys_full(S::kStages + i); }
-  __device__ uint32_t keys_empty(int i) const { return keys_full(2 * S::kStages + i); }
-  __device__ uint32_t values_empty(int i) const { return keys_full(3 * S::kStages + i); }
-  __device__ uint32_t queries_full(int i) const { return keys_full(4 * S::kStages + i); }
+  __device__ uint32_t keys_empty(int i) const { return keys_full(S::kStages + i); }
+  __device__ uint32_t values_full(int i) const { return keys_full(2 * S::kStages + i); }
+  __device__ uint32_t values_empty(int i) const { return values_full(S::kValueStages + i); }
+  __device__ uint32_t queries_full(int i) const { return values_full(2 * S::kValueStages + i); }
   __device__ uint32_t queries_empty(int i) const { return queries_full(S::kQueryStages + i); }
+  __device__ uint32_t raw_full(int i) const { return queries_full(2 * S::kQueryStages + i); }
+  __device__ uint32_t raw_empty(int i) const { return raw_full(S::kRawStages + i); }
+
+  // One thread must call it. consumers: how many warps read a stage.
+  __device__ void InitBarriers(int consumers, bool gathers) const {
+    constexpr int kConverters = S::kConvertingWarps;
+    const int plain = gathers ? kGatheringWarps : 1;
+    for (int i = 0; i < S::kQueryStages; ++i) {
+      InitBarrier(queries_full(i), 1);
+      InitBarrier(queries_empty(i), consumers);
+    }
+    for (int i = 0; i < S::kStages; ++i) {
+      InitBarrier(keys_full(i), S::kPlain ? plain : S::kFp8 ? 1 : kConverters);
+      InitBarrier(keys_empty(i), consumers);
+    }
+    for (int i = 0; i < S::kValueStages; ++i) {
+      InitBarrier(values_full(i), S::kPlain ? plain : kConverters);
+      InitBarrier(values_empty(i), consumers);
+    }
+    for (int i = 0; i < S::kRawStages; ++i) {
+      InitBarrier(raw_full(i), 1);
+      InitBarrier(raw_empty(i), kConverters);
+    }
+    FenceProxy();
+  }
 };
 
 // A position in a ring of stages, and the parity of the barriers in this round.
@@ -120,69 +179,134 @@ struct PipelineState {
   }
 };
 
-// One warp loads the queries, one the keys and one the values, since starting a copy takes time.
-template <int kDims>
-__device__ void LoadQueries(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
-  PipelineState<S::kQueryStages> state;
-  WideTile tile(w.p);
-  while (tile.Next(w.p)) {
-    const uint32_t full = shared.queries_full(state.stage);
-    WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      ArriveExpecting(full, S::kQueryBytes);
-      for (int c = 0; c < kDims / kWideBlockColumns; ++c) {
-        LoadBox3(shared.queries(state.stage) + c * kManyQTileTokens * kWideRowBytes, &w.q, full,
-                 c * kWideBlockColumns, tile.head, tile.s.first_query + tile.first_query);
+// A warp loads the queries of a q tile.
+template <typename S>
+__device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
+                              const WideTile& tile, PipelineState<S::kQueryStages>& state) {
+  const uint32_t full = shared.queries_full(state.stage);
+  WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    ArriveExpecting(full, S::kQueryBytes);
+    for (int c = 0; c < S::kBlocks; ++c) {
+      LoadBox3(shared.queries(state.stage) + c * kManyQTileTokens * kWideRowBytes, &w.q, full,
+               c * S::kBlockColumns, tile.head, tile.s.first_query + tile.first_query);
+    }
+  }
+  __syncwarp();
+  state.Next();
+}
+
+// The boxes of kv tiles of `kKeys` keys. A lane of a warp has one of each tile; where pages are
+// small, several.
+template <int kKeys>
+struct WideBoxes {
+  const WideProblem& w;
+  const WideTile& tile;
+  int kv_head, count;  // boxes of a kv tile
+
+  __device__ WideBoxes(const WideProblem& problem, const WideTile& q_tile)
+      : w(problem),
+        tile(q_tile),
+        kv_head(q_tile.head / problem.p.group_size),
+        count(kKeys / problem.box_keys) {}
+
+  // The block and token of a box of kv tile n. For keys that do not exist it is a box outside the
+  // cache, which TMA fills with zeros.
+  __device__ int2 Locate(int n, int box) const {
+    const Problem& p = w.p;
+    const int key = n * kKeys + box * w.box_keys;
+    if (p.block_table.data == nullptr) return make_int2(0, tile.s.key_row + key);
+    int2 place = make_int2(p.block_table.num_blocks, 0);
+    if (box < count && key >= 0 && key < tile.s.num_keys) {
+      p.Locate(tile.s, tile.index, key, &place.x, &place.y);
+    }
+    return place;
+  }
+
+  // Starts to load kv tile n, in kBlocks blocks of kColumns columns. place: that of the lane's
+  // first box.
+  template <int kBlocks, int kColumns>
+  __device__ void Load(const CUtensorMap* map, uint32_t to, uint32_t full, int n,
+                       int2 place) const {
+    const int lane = threadIdx.x & 31;
+    constexpr int kBlockBytes = kKeys * kWideRowBytes;
+    if (lane == 0) ArriveExpecting(full, kBlocks * kBlockBytes);
+    __syncwarp();
+#pragma unroll 1
+    for (int box = lane; box < count; box += 32) {
+      if (box != lane) place = Locate(n, box);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        LoadBox4(to + c * kBlockBytes + box * w.box_keys * kWideRowBytes, map, full, c * kColumns,
+                 kv_head, place.y, place.x);
       }
     }
-    __syncwarp();
-    state.Next();
+  }
+};
+
+// Plain keys: one warp loads the queries, one the keys and one the values, since starting a copy
+// takes time.
+template <typename S>
+__device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared) {
+  PipelineState<S::kQueryStages> state;
+  WideTile tile(w.p);
+  while (tile.Next(w.p)) LoadQueryTile(w, shared, tile, state);
+}
+
+template <typename S, bool kValues>
+__device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
+  const int lane = threadIdx.x & 31;
+  PipelineState<S::kStages> state;
+  WideTile tile(w.p);
+  while (tile.Next(w.p)) {
+    const WideBoxes<S::kKeys> boxes(w, tile);
+    const int first = tile.begin / S::kKeys;
+    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+    int2 place = boxes.Locate(n, lane);
+    for (; n >= first; --n) {
+      const int2 next = boxes.Locate(n - 1, lane);  // early, to hide the block table's latency
+      WaitBarrier(kValues ? shared.values_empty(state.stage) : shared.keys_empty(state.stage),
+                  state.parity ^ 1);
+      boxes.template Load<S::kBlocks, S::kBlockColumns>(
+          kValues ? &w.v : &w.k, kValues ? shared.values(state.stage) : shared.keys(state.stage),
+          kValues ? shared.values_full(state.stage) : shared.keys_full(state.stage), n, place);
+      state.Next();
+      place = next;
+    }
   }
 }
 
-template <int kDims, bool kValues>
-__device__ void LoadKeys(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
-  const Problem& p = w.p;
+// fp8 keys: one warp loads everything; the others convert what comes as it is in memory.
+template <typename S>
+__device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared) {
   const int lane = threadIdx.x & 31;
-  const int boxes = S::kKeys / w.box_keys;
-  const CUtensorMap* map = kValues ? &w.v : &w.k;
-  PipelineState<S::kStages> state;
-  WideTile tile(p);
-  while (tile.Next(p)) {
-    const int kv_head = tile.head / p.group_size;
-    // The block and token of this lane's box in kv tile n. For keys that do not exist it is a box
-    // outside the cache, which TMA fills with zeros.
-    auto locate = [&](int n) {
-      const int key = n * S::kKeys + lane * w.box_keys;
-      if (p.block_table.data == nullptr) return make_int2(0, tile.s.key_row + key);
-      int2 place = make_int2(p.block_table.num_blocks, 0);
-      if (lane < boxes && key >= 0 && key < tile.s.num_keys) {
-        p.Locate(tile.s, tile.index, key, &place.x, &place.y);
-      }
-      return place;
+  PipelineState<S::kQueryStages> queries;
+  PipelineState<S::kStages> keys;
+  PipelineState<S::kRawStages> raw;
+  WideTile tile(w.p);
+  while (tile.Next(w.p)) {
+    LoadQueryTile(w, shared, tile, queries);
+    const WideBoxes<S::kKeys> boxes(w, tile);
+    auto load_raw = [&](const CUtensorMap* map, int n, int2 place) {
+      WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
+      boxes.template Load<S::kRawBlocks, S::kRawColumns>(map, shared.raw(raw.stage),
+                                                         shared.raw_full(raw.stage), n, place);
+      raw.Next();
     };
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
-    int2 place = locate(n);
+    int2 place = boxes.Locate(n, lane);
     for (; n >= first; --n) {
-      const int2 next = locate(n - 1);  // early, to hide the latency of the block table
-      const uint32_t to = kValues ? shared.values(state.stage) : shared.keys(state.stage);
-      const uint32_t full =
-          kValues ? shared.values_full(state.stage) : shared.keys_full(state.stage);
-      WaitBarrier(kValues ? shared.values_empty(state.stage) : shared.keys_empty(state.stage),
-                  state.parity ^ 1);
-      if (lane == 0) ArriveExpecting(full, S::kStageBytes);
-      __syncwarp();
-      if (lane < boxes) {
-#pragma unroll
-        for (int c = 0; c < kDims / kWideBlockColumns; ++c) {
-          LoadBox4(to + c * S::kKeys * kWideRowBytes + lane * w.box_keys * kWideRowBytes, map, full,
-                   c * kWideBlockColumns, kv_head, place.y, place.x);
-        }
+      const int2 next = boxes.Locate(n - 1, lane);
+      if constexpr (S::kFp8) {
+        WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
+        boxes.template Load<S::kBlocks, S::kBlockColumns>(&w.k, shared.keys(keys.stage),
+                                                          shared.keys_full(keys.stage), n, place);
+        keys.Next();
+      } else {
+        load_raw(&w.k, n, place);
       }
-      state.Next();
+      load_raw(&w.v, n, place);
       place = next;
     }
   }

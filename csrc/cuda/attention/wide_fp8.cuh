@@ -1,0 +1,168 @@
+// wide's converting warps: what TMA loads from an fp8 cache becomes what the products take.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_FP8_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_FP8_CUH_
+
+#include "cuda/attention/dtypes.cuh"
+#include "cuda/attention/wide_load.cuh"
+
+namespace flashxla::attention {
+
+#if defined(FLASHXLA_HOPPER)
+
+// Weights of e4m3 are this power of two times as large, so that fewer of them fall below e4m3's
+// smallest number. The largest weight is 1, and e4m3 ends at 448.
+constexpr int kLiftLog2 = 8;
+
+// Four weights as e4m3.
+__device__ inline uint32_t PackFp8(float x0, float x1, float x2, float x3) {
+  uint32_t packed;
+  asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
+}
+
+// Two pairs of T from four fp8 numbers; exact.
+template <typename T, bool kE5m2>
+__device__ inline void WidenTo(uint32_t bytes, uint32_t* low, uint32_t* high) {
+  WidenFp8x4<kE5m2>(bytes, low, high);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    for (uint32_t* pair : {low, high}) {
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(*pair));
+      *pair = Pack<T>(x.x, x.y);
+    }
+  }
+}
+
+// This thread's share of a kv tile of keys or values, from `from` to `to`.
+template <typename T, bool kE5m2, typename S>
+__device__ inline void WidenTile(uint32_t from, uint32_t to) {
+  constexpr int kVectors = S::kBlocks * 4;  // of 16 bytes, in a key: 64 columns have four
+  const int thread = threadIdx.x - 32;
+  // Several vectors at once, to hide the latency of shared memory.
+  constexpr int kThreads = 32 * S::kConvertingWarps, kCount = S::kKeys * kVectors;
+  constexpr int kAtOnce = 3;
+#pragma unroll 1
+  for (int i = thread; i < kCount; i += kAtOnce * kThreads) {
+    uint32_t x[kAtOnce][4];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int key = (i + u * kThreads) / kVectors, vector = i % kVectors;
+      if (i + u * kThreads >= kCount) continue;
+      asm volatile(
+          "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(x[u][0]), "=r"(x[u][1]), "=r"(x[u][2]), "=r"(x[u][3])
+          : "r"(from + (vector / 8 * S::kKeys + key) * kWideRowBytes + (vector % 8 ^ key % 8) * 16)
+          : "memory");
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int key = (i + u * kThreads) / kVectors, vector = i % kVectors;
+      if (i + u * kThreads >= kCount) continue;
+      const uint32_t row = to + (vector / 4 * S::kKeys + key) * kWideRowBytes;
+      // Odd blocks store their second half first, so that no two lanes meet in a bank.
+      const int odd = vector / 4 % 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t y[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t word = odd ? x[u][2 - 2 * half + j] : x[u][2 * half + j];
+          WidenTo<T, kE5m2>(word, &y[2 * j], &y[2 * j + 1]);
+        }
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                         row + (vector % 4 * 2 + (half ^ odd) ^ key % 8) * 16),
+                     "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
+                     : "memory");
+      }
+    }
+  }
+}
+
+// This warp's share of a kv tile of e4m3 values [keys, dims], turned to [dims, keys]. Where rows
+// [low, high) do not cover the tile, the others become zeros.
+//
+// The scores leave a thread with keys 2q, 2q + 1, 2q + 8, 2q + 9 of 16 (q = lane % 4), where the
+// products expect columns 4q to 4q + 3. So that is the order of the keys in a turned row.
+template <typename S>
+__device__ inline void TurnTile(uint32_t from, uint32_t to, int low, int high) {
+  const int lane = threadIdx.x & 31;
+  constexpr int kKeyBlocks = S::kKeys / 32, kDimBlocks = S::kValueBytes / kWideRowBytes / 16;
+#pragma unroll 4
+  for (int i = threadIdx.x / 32 - 1; i < kKeyBlocks * kDimBlocks; i += S::kConvertingWarps) {
+    const int key_block = i % kKeyBlocks, dim_block = i / kKeyBlocks;
+    const int key = key_block * 32 + lane;
+    uint32_t x[4], y[4];
+    LoadMatricesTransposed(x, from + key * kWideRowBytes + (dim_block ^ key % 8) * 16);
+    // x[m]: dims 2g and 2g + 1 (g = lane / 4) of keys 8m + 2q and 8m + 2q + 1.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      y[2 * half] = __byte_perm(x[2 * half], x[2 * half + 1], 0x6420);
+      y[2 * half + 1] = __byte_perm(x[2 * half], x[2 * half + 1], 0x7531);
+    }
+    if (low > 0 || high < S::kKeys) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int k = key_block * 32 + half * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
+          if (k >= low && k < high) mask |= 0xffu << 8 * j;
+        }
+        y[2 * half] &= mask, y[2 * half + 1] &= mask;
+      }
+    }
+    // Matrix m of the store: even dims for even m, the keys' second half from 2 on.
+    const int dim = dim_block * 16 + lane % 8 * 2 + lane / 8 % 2;
+    const uint32_t at = to + dim * kWideRowBytes + (key_block * 2 + lane / 16 ^ dim % 8) * 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                 "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
+                 : "memory");
+  }
+}
+
+// The converting warps.
+template <typename T, typename S, bool kE5m2>
+__device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
+  const int lane = threadIdx.x & 31;
+  PipelineState<S::kStages> keys;
+  PipelineState<S::kValueStages> values;
+  PipelineState<S::kRawStages> raw;
+  // All lanes must have read and written before one speaks for them.
+  auto finish = [&](uint32_t full) {
+    FenceProxy();
+    __syncwarp();
+    if (lane == 0) Arrive(full), Arrive(shared.raw_empty(raw.stage));
+    raw.Next();
+  };
+  WideTile tile(w.p);
+  while (tile.Next(w.p)) {
+    const int first = tile.begin / S::kKeys;
+    for (int n = (tile.end + S::kKeys - 1) / S::kKeys - 1; n >= first; --n) {
+      if constexpr (!S::kFp8) {
+        WaitBarrier(shared.raw_full(raw.stage), raw.parity);
+        WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
+        WidenTile<T, kE5m2, S>(shared.raw(raw.stage), shared.keys(keys.stage));
+        finish(shared.keys_full(keys.stage));
+        keys.Next();
+      }
+      WaitBarrier(shared.raw_full(raw.stage), raw.parity);
+      WaitBarrier(shared.values_empty(values.stage), values.parity ^ 1);
+      if constexpr (S::kFp8) {
+        TurnTile<S>(shared.raw(raw.stage), shared.values(values.stage),
+                    tile.s.first_key - n * S::kKeys, tile.s.num_keys - n * S::kKeys);
+      } else {
+        WidenTile<T, kE5m2, S>(shared.raw(raw.stage), shared.values(values.stage));
+      }
+      finish(shared.values_full(values.stage));
+      values.Next();
+    }
+  }
+}
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_FP8_CUH_

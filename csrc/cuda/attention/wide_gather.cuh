@@ -1,0 +1,100 @@
+// wide's producer warps where pages are smaller than 8 keys. TMA takes some 30 cycles for a box,
+// however small, so here threads copy the keys, row by row.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
+
+#include "cuda/attention/warp.cuh"
+#include "cuda/attention/wide_load.cuh"
+
+namespace flashxla::attention {
+
+#if defined(FLASHXLA_HOPPER)
+
+// A warp's rows of kv tiles. Each lane knows where one row lies, and copies vectors of all.
+template <typename S>
+struct WideRows {
+  static constexpr int kCount = S::kKeys / kGatheringWarps;
+  static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
+  const Problem& p;
+  const WideTile& tile;
+  int first_row;  // in the kv tile
+
+  __device__ WideRows(const Problem& problem, const WideTile& q_tile)
+      : p(problem), tile(q_tile), first_row(threadIdx.x / 32 * kCount) {}
+
+  // The block and token of the lane's row in kv tile n; a block of -1 if that key does not exist.
+  __device__ int2 Locate(int n) const {
+    const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
+    int2 place = make_int2(-1, 0);
+    if (key >= 0 && key < tile.s.num_keys) p.Locate(tile.s, tile.index, key, &place.x, &place.y);
+    return place;
+  }
+
+  // Starts to copy the rows to a stage; zeros where no key is.
+  __device__ void Copy(const Cache& cache, int kv_head, int2 place, uint32_t stage) const {
+    const int lane = threadIdx.x & 31, vector = lane % kVectors;
+    const int64_t row_offset =
+        place.x * cache.stride_block + place.y * cache.stride_token + kv_head * cache.stride_head;
+    const bool inside = vector * 8 < p.head_size;
+    const uint32_t to = stage + vector / 8 * S::kKeys * kWideRowBytes;
+#pragma unroll 4
+    for (int i = 0; i < kCount; i += 32 / kVectors) {
+      const int from = i + lane / kVectors, row = first_row + from;
+      const int64_t offset = __shfl_sync(kAllLanes, row_offset, from);
+      const bool exists = __shfl_sync(kAllLanes, place.x, from) >= 0;
+      CopyAsync16(to + row * kWideRowBytes + (vector % 8 ^ row % 8) * 16,
+                  cache.data + (offset + vector * 8) * 2, exists && inside);
+    }
+    CommitCopies();
+  }
+};
+
+template <typename S>
+__device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
+  const Problem& p = w.p;
+  PipelineState<S::kQueryStages> queries;
+  PipelineState<S::kStages> state;
+  // The copies of all lanes have arrived; also for the matrix instructions.
+  auto finish = [](uint32_t full) {
+    FenceProxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Arrive(full);
+  };
+  // Two stages arrive while a third one is asked for.
+  uint32_t older = 0, newer = 0;
+  auto follow = [&](uint32_t full) {
+    WaitCopies<2>();
+    if (older != 0) finish(older);
+    older = newer, newer = full;
+  };
+  WideTile tile(p);
+  while (tile.Next(p)) {
+    if (threadIdx.x < 32) LoadQueryTile(w, shared, tile, queries);
+    const WideRows<S> rows(p, tile);
+    const int kv_head = tile.head / p.group_size;
+    const int first = tile.begin / S::kKeys;
+    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+    int2 place = rows.Locate(n);
+    for (; n >= first; --n) {
+      const int2 next = rows.Locate(n - 1);  // early, to hide the block table's latency
+      WaitBarrier(shared.keys_empty(state.stage), state.parity ^ 1);
+      rows.Copy(p.k, kv_head, place, shared.keys(state.stage));
+      follow(shared.keys_full(state.stage));
+      WaitBarrier(shared.values_empty(state.stage), state.parity ^ 1);
+      rows.Copy(p.v, kv_head, place, shared.values(state.stage));
+      follow(shared.values_full(state.stage));
+      state.Next();
+      place = next;
+    }
+    WaitCopies<0>();
+    if (older != 0) finish(older);
+    if (newer != 0) finish(newer);
+    older = newer = 0;
+  }
+}
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
