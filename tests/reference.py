@@ -273,9 +273,10 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     layout: str = "NHD",
     kv_cache_dtype: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool = False,  # of the gradients
+    batch_invariant: bool = False,  # of the bits
 ) -> tuple[Array, Array]:
-    """Returns (out, lse) whatever return_softmax_lse says. deterministic is of the gradients."""
+    """Returns (out, lse) whatever return_softmax_lse says."""
     keys, values = decode(k, kv_cache_dtype), decode(v, kv_cache_dtype)
     if block_table is not None:
         assert seqused_k is not None
@@ -331,6 +332,7 @@ def paged_attention(
     s_aux: Array | None = None,
     return_softmax_lse: bool = False,
     max_seqlen_q: int | None = None,  # of no effect
+    batch_invariant: bool = False,  # of the bits
 ) -> tuple[Array, Array]:
     """Returns (out, lse) whatever return_softmax_lse says."""
     keys, values = (decode(view, kv_cache_dtype) for view in _views(kv_cache, layout))
