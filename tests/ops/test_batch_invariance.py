@@ -26,8 +26,7 @@ Array = np.ndarray
 Results = tuple[Array, Array]
 
 # Texts of so many tokens; the first is the one whose bits are compared. It has several kv tiles of every kernel.
-LENGTHS = (300, 41, 130)
-LENS = tuple((length, length) for length in LENGTHS)
+LENS = ((300, 300), (41, 41), (130, 130))
 
 CASES = [
     Case(LENS),
@@ -202,7 +201,7 @@ def assert_same(piece: Piece, got: Results, whole: Results) -> None:
 
 def chunks(rng: np.random.Generator, case: Case, text: int) -> list[Piece]:
     """A text in pieces. Without a causal mask a query sees keys behind it, which a chunk before has not: last parts."""
-    length = LENGTHS[text]
+    length, _ = case.lens[text]
     cuts = np.unique(rng.integers(1, length, 6)).tolist()
     if case.causal:
         return [Piece(text, *ends) for ends in zip([0, *cuts], [*cuts, length], strict=True)]
@@ -211,19 +210,19 @@ def chunks(rng: np.random.Generator, case: Case, text: int) -> list[Piece]:
 
 def tokens(rng: np.random.Generator, case: Case, text: int) -> list[Piece]:
     """Decoding: pieces of one token."""
-    length = LENGTHS[text]
+    length, _ = case.lens[text]
     if not case.causal:
         return [Piece(text, length - 1, length)]
     return [Piece(text, int(i), int(i) + 1) for i in rng.permutation(length)[:40]]
 
 
 def wholes(rng: np.random.Generator, case: Case) -> list[Piece]:
-    return [Piece(text, 0, LENGTHS[text]) for text in rng.permutation(len(LENGTHS))]
+    return [Piece(int(text), 0, case.lens[text][0]) for text in rng.permutation(len(case.lens))]
 
 
 def pieces_of(rng: np.random.Generator, case: Case, way: str) -> list[Piece]:
     if way in ("alone in a padded batch", "alone in pages"):
-        return [Piece(0, 0, LENGTHS[0])]
+        return [Piece(0, 0, case.lens[0][0])]
     if way == "with others":
         return wholes(rng, case)
     if way == "in chunks":
@@ -232,7 +231,7 @@ def pieces_of(rng: np.random.Generator, case: Case, way: str) -> list[Piece]:
         return tokens(rng, case, 0)
     assert way == "all at once"
     mixed = wholes(rng, case) + [
-        piece for text in range(len(LENGTHS)) for cut in (chunks, tokens) for piece in cut(rng, case, text)
+        piece for text in range(len(case.lens)) for cut in (chunks, tokens) for piece in cut(rng, case, text)
     ]
     return [mixed[i] for i in rng.permutation(len(mixed))]
 
@@ -268,25 +267,53 @@ def test_bits_in_every_front_end(frontend: Frontend, rng: np.random.Generator, c
     check(frontend, rng, case, "all at once")
 
 
+# With so many keys threads would share those of a token, or of a chunk.
+LONG = [
+    Case(((1600, 1600),), heads=(2, 1), dim=64, dtype="f32"),
+    Case(((1600, 1600),), heads=(1, 1), dim=128, dtype="bf16", window=(1100, -1)),
+    Case(((1600, 1600),), heads=(4, 1), dim=64, dtype="bf16", cache="e4m3", causal=False),
+]
+
+
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("way", ["with others", "decoded"])
-def test_threads(frontend: TorchFrontend, rng: np.random.Generator, case: Case, way: str) -> None:
-    """Their number does not matter on a CPU."""
-    if frontend.device != "cpu":
-        pytest.skip("threads are a CPU's")
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_threads(frontend: TorchFrontend, rng: np.random.Generator, case: Case) -> None:
+    """Their number does not matter on a CPU, nor on a GPU that of the multiprocessors that could share a token."""
     before = frontend.torch.get_num_threads()
     texts, options = texts_of(rng, case), options_of(rng, case)
     whole = alone(frontend, case, texts, options)
-    pieces = pieces_of(rng, case, way)
+    length, _ = case.lens[0]
+    last = [[Piece(0, length - queries, length)] for queries in (1, 3, 60)]
     try:
         for threads in (1, 2, 7):
             frontend.torch.set_num_threads(threads)
-            for piece, got in attend(frontend, dense(case, texts, pieces) | options, pieces):
-                if piece.text == 0:
+            for pieces in [*last, chunks(rng, case, 0)]:
+                for piece, got in attend(frontend, dense(case, texts, pieces) | options, pieces):
                     assert_same(piece, got, whole)
     finally:
         frontend.torch.set_num_threads(before)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize(
+    "case", [Case(LENS, heads=(32, 2), dim=256, dtype=d) for d in ("f32", "bf16")], ids=str
+)
+def test_a_later_value_that_is_not_finite(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+    """It changes no bit of the queries before it."""
+    if frontend.device != "cpu":
+        pytest.skip("tensor cores multiply hidden values by 0")
+    texts, options = texts_of(rng, case), options_of(rng, case)
+    whole = alone(frontend, case, texts, options)
+    infinite = 255  # the last of its kv tile
+    texts[0].v[infinite:, :, ::3] = np.inf
+    for pieces in ([Piece(0, 0, 300)], [Piece(0, 150, 258), Piece(0, 161, 300)]):
+        out, lse = frontend.flash_attn_varlen_func(**dense(case, texts, pieces) | options)
+        assert lse is not None
+        start = 0
+        for text, begin, end in pieces:
+            rows = slice(start, start + infinite - begin)
+            assert_same(Piece(text, begin, infinite), (out[rows], lse[:, rows]), whole)
+            start += end - begin
 
 
 # Kernels of few queries serve these where they may.
@@ -318,15 +345,16 @@ def test_a_rollout_has_the_bits_of_training(frontend: Frontend, rng: np.random.G
     page, most = 16, 128
     texts = texts_of(rng, case)
     whole = alone(frontend, case, texts, options_of(rng, case))
-    pages = [-(-length // page) for length in LENGTHS]
+    lengths_of = [length for length, _ in LENS]
+    pages = [-(-length // page) for length in lengths_of]
     blocks = np.split(rng.permutation(sum(pages)), np.cumsum(pages))
     kv_cache: Any = tuple(nans((sum(pages), page, case.heads[1], dim), DTYPES[dtype]) for dim in case.dims)
     done = [0] * len(texts)
-    while done[0] < LENGTHS[0]:
-        running = [int(i) for i in rng.permutation(len(texts)) if done[i] < LENGTHS[i]]
+    while done[0] < lengths_of[0]:
+        running = [int(i) for i in rng.permutation(len(texts)) if done[i] < lengths_of[i]]
         pieces, room = [], most
         for i in running:
-            new = min(int(rng.choice([1, 7, 60])), LENGTHS[i] - done[i], room)
+            new = min(int(rng.choice([1, 7, 60])), lengths_of[i] - done[i], room)
             if new:
                 pieces.append(Piece(i, done[i], done[i] + new))
             room -= new
