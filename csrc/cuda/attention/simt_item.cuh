@@ -63,8 +63,8 @@ struct SimtItem {
     return exists && j >= row.begin && j < row.end ? x : -INFINITY;
   }
 
-  // The element offsets of key j in the keys and in the values. False if it does not exist, or no row
-  // sees it.
+  // The element offsets of key j in the keys and in the values. False if it does not exist, or no
+  // row sees it.
   __device__ bool Find(const Problem& p, int j, int64_t* k, int64_t* v) const {
     int block = 0, token = 0;
     if (j < begin || j >= end || !p.Locate(s, index, j, &block, &token)) return false;
