@@ -27,6 +27,7 @@ class Shape:
     layout: str = "NHD"  # "HND", "interleaved"
     window: int | None = None  # how many keys a query sees, its own among them
     softcap: float = 0.0
+    batch_invariant: bool = False
     seqs: int | None = None  # padded to so many sequences (of a token each)
     table_width: int | None = None
 
@@ -39,6 +40,7 @@ class Shape:
             and self.page == 16
             and self.window is None
             and self.softcap == 0
+            and not self.batch_invariant
             and self.seqs is None
             and self.dtype != "float32"
         )
@@ -140,7 +142,8 @@ PREFILL = (
 )
 # Small: no tensor core runs float32.
 PREFILL_FLOAT32 = (Shape("1 x 2048", prompts(2048), dtype="float32"),)
-PREFILL_MORE = (*_variants(_LONG, **{"window 1024": {"window": 1024}}), *PREFILL_FLOAT32)
+_INVARIANT = {"batch_invariant": {"batch_invariant": True}}
+PREFILL_MORE = (*_variants(_LONG, **{"window 1024": {"window": 1024}}, **_INVARIANT), *PREFILL_FLOAT32)
 
 _WIDE = Shape("64 x 2k", newest(*[2048] * 64))
 _DEEP = Shape("8 x 16k", newest(*[16384] * 8))
@@ -160,7 +163,9 @@ DECODE = (
 )
 DECODE_FLOAT32 = (Shape("8 x 2k", newest(*[2048] * 8), dtype="float32"),)
 DECODE_MORE = (
-    *_variants(_WIDE, **{"64 heads on 8": {"heads": (64, 8)}, "32 heads on 32": {"heads": (32, 32)}}),
+    *_variants(
+        _WIDE, **{"64 heads on 8": {"heads": (64, 8)}, "32 heads on 32": {"heads": (32, 32)}}, **_INVARIANT
+    ),
     dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),
     dataclasses.replace(_SKEW_A, name="skew A, fp8 cache", cache="fp8_e4m3"),
     *DECODE_FLOAT32,

@@ -273,10 +273,11 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     layout: str = "NHD",
     kv_cache_dtype: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool = False,  # of the gradients
+    batch_invariant: bool = False,  # of the bits
     positive_values: bool = False,
 ) -> tuple[Array, Array]:
-    """Returns (out, lse) whatever return_softmax_lse says. deterministic is of the gradients.
+    """Returns (out, lse) whatever return_softmax_lse says.
 
     positive_values, which no public function has: values without their signs, so that out is the sum of the
     magnitudes that the weights multiply.
@@ -337,6 +338,7 @@ def paged_attention(
     s_aux: Array | None = None,
     return_softmax_lse: bool = False,
     max_seqlen_q: int | None = None,  # of no effect
+    batch_invariant: bool = False,  # of the bits
     positive_values: bool = False,  # as for flash_attn_varlen_func
 ) -> tuple[Array, Array]:
     """Returns (out, lse) whatever return_softmax_lse says."""

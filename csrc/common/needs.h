@@ -6,6 +6,9 @@
 
 namespace flashxla {
 
+// The reason of a call with batch_invariant.
+constexpr const char* kWhyOneKernel = "batch_invariant: one kernel adds up every row in one order";
+
 inline void AddKernel(flashxla_needs* needs, const flashxla_kernel& kernel) {
   if (needs->num_kernels < FLASHXLA_MAX_KERNELS) needs->kernels[needs->num_kernels++] = kernel;
 }

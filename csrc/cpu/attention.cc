@@ -83,7 +83,7 @@ void RunTasks(const AttentionProblem& problem, const flashxla_context* context) 
 flashxla_status Needs(const AttentionProblem& problem, flashxla_needs* needs) {
   *needs = {};
   const AttentionEngines& engines = GetAttentionEngines();
-  const char* why_not_few = engines.why_not_few_rows(problem);
+  const char* why_not_few = WhyNoFewRows(engines, problem);
   const AttentionEngine& few = why_not_few[0] ? engines.tiles : engines.few_rows;
   const int64_t longest = std::min(problem.args->max_seqlen_q, problem.num_tokens);
   if (longest * problem.group_size <= engines.max_few_rows || why_not_few[0]) {

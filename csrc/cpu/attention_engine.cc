@@ -1,5 +1,6 @@
 #include "cpu/attention_engine.h"
 
+#include "common/needs.h"
 #include "cpu/isa.h"
 
 namespace flashxla {
@@ -18,6 +19,12 @@ const AttentionEngines& GetAttentionEngines() {
   }
 #endif
   return BaselineAttentionEngines();
+}
+
+const char* WhyNoFewRows(const AttentionEngines& engines, const AttentionProblem& problem) {
+  // It adds up in another order than tiles.
+  if (problem.args->batch_invariant != 0) return kWhyOneKernel;
+  return engines.why_not_few_rows(problem);
 }
 
 }  // namespace flashxla

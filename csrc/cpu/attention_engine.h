@@ -70,6 +70,9 @@ const AttentionEngines& Avx512Bf16AttentionEngines();  // x86-64 only
 // The engines of the instruction set in use (GetIsa).
 const AttentionEngines& GetAttentionEngines();
 
+// Why few_rows serves no sequence of a call; "" if it serves those of few rows.
+const char* WhyNoFewRows(const AttentionEngines& engines, const AttentionProblem& problem);
+
 }  // namespace flashxla
 
 #endif  // FLASHXLA_CSRC_CPU_ATTENTION_ENGINE_H_

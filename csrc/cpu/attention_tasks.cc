@@ -27,7 +27,7 @@ class TaskMaker {
       : problem_(problem),
         engines_(engines),
         wanted_(wanted),
-        use_few_rows_(engines.why_not_few_rows(problem)[0] == '\0') {}
+        use_few_rows_(WhyNoFewRows(engines, problem)[0] == '\0') {}
 
   AttentionTasks Make() {
     // Large blocks of rows and many KV heads per task read the least memory; smaller ones keep more
@@ -84,7 +84,8 @@ class TaskMaker {
   }
 
   int64_t PartsOf(const AttentionTask& block) const {
-    if (wanted_ == 1) return 1;
+    // The sum of parts depends on where they begin.
+    if (wanted_ == 1 || problem_.args->batch_invariant != 0) return 1;
     const int64_t most = (block.key_end - block.key_begin) / kMinSplitKeys;
     const int64_t target = std::max<int64_t>(total_cost_ / wanted_, 1);
     return std::max<int64_t>(std::min(most, block.cost / target), 1);

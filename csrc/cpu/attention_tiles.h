@@ -218,10 +218,31 @@ class TileAttention {
   // Lists the keys of the next tile; an empty list at the end.
   void ListTile(int64_t* position, KeyList* list) const {
     list->size = 0;
+    const bool invariant = problem_.args->batch_invariant != 0;
     while (list->size == 0 && *position < task_.key_end) {
-      problem_.ListKeys(*task_.sequence, task_.kv_head_begin, position, task_.key_end, kTileKeys,
-                        list);
+      // A row's sums are rescaled from tile to tile, so where a tile ends must not depend on where
+      // the task begins.
+      const int64_t tile_end = (*position / kTileKeys + 1) * kTileKeys;
+      const int64_t end = invariant ? Min(tile_end, task_.key_end) : task_.key_end;
+      problem_.ListKeys(*task_.sequence, task_.kv_head_begin, position, end, kTileKeys, list);
     }
+    if (invariant && list->size > 0) PairByPosition(list);
+  }
+
+  // Keys that are multiplied together are those of an even position and the next one. Where the
+  // task begins at an odd position its first key stands in for the one before, which no row sees.
+  void PairByPosition(KeyList* list) const {
+    static_assert(Products::kTogether <= 2 && kTileKeys % 2 == 0);
+    if (list->position[0] % Products::kTogether == 0 || list->position[0] != task_.key_begin) {
+      return;
+    }
+    for (int64_t i = list->size; i > 0; --i) {
+      list->key[i] = list->key[i - 1];
+      list->value[i] = list->value[i - 1];
+      list->position[i] = list->position[i - 1];
+    }
+    --list->position[0];
+    ++list->size;
   }
 
   void LoadQueries() {

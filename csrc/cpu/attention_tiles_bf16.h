@@ -122,15 +122,16 @@ class Bf16Products {
     }
   }
 
-  // Key by key.
+  // In the same pairs, with zeros in place of the other keys' values.
   void AddRowAlone(const float* weights, const float* rescale, int64_t begin, int64_t end,
                    int64_t d, float* out) const {
     for (int64_t i = d; i < d + kValueBlock; i += kWidth) {
       Float sum = *rescale * Load(out + i);
-      for (int64_t key = begin; key < end; ++key) {
-        const Pairs weight = SplatPair(weights + key / 2 * 2 * kPanelRows);
-        const Pairs value = LoadPairs(scratch_.values + key / 2 * kStride + i);
-        sum += key % 2 == 0 ? First(weight) * First(value) : Second(weight) * Second(value);
+      for (int64_t key = begin / 2 * 2; begin < end && key < end; key += 2) {
+        Pairs value = LoadPairs(scratch_.values + key / 2 * kStride + i);
+        if (key < begin) value = WithoutFirst(value);
+        if (key + 1 == end) value = WithoutSecond(value);
+        sum = AddProducts(sum, SplatPair(weights + key * kPanelRows), value);
       }
       Store(out + i, sum);
     }

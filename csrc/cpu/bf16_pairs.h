@@ -50,8 +50,8 @@ inline Half Round(Float x) { return (Half)_mm512_cvtneps_pbh((__m512)x); }
 inline Pairs Pair(Half first, Half second) {
   return (Pairs)Widen(first) | (Pairs)Widen(second) << 16;
 }
-inline Float First(Pairs x) { return (Float)(x << 16); }
-inline Float Second(Pairs x) { return (Float)(x & 0xffff0000u); }
+inline Pairs WithoutFirst(Pairs x) { return x & 0xffff0000u; }
+inline Pairs WithoutSecond(Pairs x) { return x & 0xffffu; }
 
 inline void StoreHalves(uint16_t* p, Half x) { __builtin_memcpy(p, &x, sizeof(x)); }
 

@@ -286,6 +286,7 @@ def attention_call(rng: Rng, sizes: Sizes | None = None) -> Call:
         "max_seqlen_k": int(pick(rng, len_k.max(), 2**31 - 1, 0)),
         "softmax_scale": float(pick(rng, dim**-0.5, 1.0, 0.0, -1.0)),
         "softcap": float(pick(rng, 0.0, 10.0)),
+        "batch_invariant": int(rng.random() < 0.1),
     }
     return Call("attention", tensors, scalars)
 
@@ -309,7 +310,8 @@ def attention_backward_call(rng: Rng, sizes: Sizes | None = None) -> Call:
         tensors["grad_lse"] = floats(rng, (heads, tokens), FLOATS[0])
     if "sinks" in of:
         tensors["grad_sinks"] = np.zeros_like(of["sinks"])
-    scalars = {name: value for name, value in scalars.items() if name not in ("layout", "kv_dtype")}
+    of_the_forward = ("layout", "kv_dtype", "batch_invariant")
+    scalars = {name: value for name, value in scalars.items() if name not in of_the_forward}
     return Call("attention_backward", tensors, scalars | {"deterministic": int(rng.integers(2))})
 
 

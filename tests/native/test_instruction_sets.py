@@ -25,6 +25,7 @@ CONFORMANCE = (
     "test_strides.py",
     "test_index_tensors.py",
     "test_random_calls.py",
+    "test_batch_invariance.py",
 )
 
 pytest.importorskip("torch")

@@ -191,7 +191,8 @@ def attend(frontend: TorchFrontend, rng: Rng, sizes: Callable[[Rng], dict[str, A
     """A random call of attention; returns the engines that served it."""
     case = case_of(rng, sizes(rng))
     function, arguments = call_of(rng, case)
-    note(str(case))
+    arguments["batch_invariant"] = bool(rng.random() < 0.1)
+    note(f"{case} batch_invariant={arguments['batch_invariant']}")
     poison(frontend, case)
     first = run(frontend, function, arguments)
     second = run(frontend, function, arguments)

@@ -44,7 +44,10 @@ Choice ChooseEngines(const Facts& facts) {
     const Engine*& chosen = choice.engines[engine->role];
     const char*& why_not = choice.why_not[engine->role];
     if (chosen != nullptr) continue;
-    const char* why = engine->why_not(facts);
+    // Those for the rest take every sequence, and add up a row in an order that only its own keys'
+    // positions decide.
+    const bool one_kernel = facts.problem.batch_invariant && engine->role != kRest;
+    const char* why = one_kernel ? kWhyOneKernel : engine->why_not(facts);
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }

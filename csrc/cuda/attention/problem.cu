@@ -67,6 +67,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.kv_dtype = static_cast<int32_t>(args.kv_dtype);
   p.out_dtype = static_cast<int32_t>(args.out.dtype);
   p.sink_dtype = static_cast<int32_t>(args.sinks.dtype);
+  p.batch_invariant = args.batch_invariant != 0;
   p.softmax_scale = static_cast<float>(args.softmax_scale);
   p.softcap = static_cast<float>(args.softcap);
   p.q_descale = HeadsOf(args.q_descale);

@@ -55,6 +55,7 @@ struct Problem {
   // queries, and 4-byte stores of 16-bit outputs.
   bool kv_vectors, q_pairs, out_pairs;
   bool kv_near;  // offsets in a cache, in units of 16 bytes, fit 32 bits
+  bool batch_invariant;
   float softmax_scale, softcap;
   PerHead q_descale, k_descale, v_descale, alibi_slopes;
   const void* sinks;  // [Hq], may be null

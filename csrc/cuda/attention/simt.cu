@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_const
       if (threadIdx.x == 0) item = found;
     }
     __syncthreads();
-    if (item.num_rows <= kFewRows) {
+    if (item.num_rows <= kFewRows && !p.batch_invariant) {
       Few::Attend(p, item, *reinterpret_cast<typename Few::Shared*>(shared));
     } else {
       Tile::Attend(p, item, *reinterpret_cast<typename Tile::Shared*>(shared));

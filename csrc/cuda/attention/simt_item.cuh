@@ -63,10 +63,11 @@ struct SimtItem {
     return exists && j >= row.begin && j < row.end ? x : -INFINITY;
   }
 
-  // The element offsets of key j in the keys and in the values. False if it does not exist.
+  // The element offsets of key j in the keys and in the values. False if it does not exist, or no
+  // row sees it.
   __device__ bool Find(const Problem& p, int j, int64_t* k, int64_t* v) const {
     int block = 0, token = 0;
-    if (j >= end || !p.Locate(s, index, j, &block, &token)) return false;
+    if (j < begin || j >= end || !p.Locate(s, index, j, &block, &token)) return false;
     *k = block * p.k.stride_block + token * p.k.stride_token + kv_head * p.k.stride_head;
     *v = block * p.v.stride_block + token * p.v.stride_token + kv_head * p.v.stride_head;
     return true;

@@ -31,7 +31,9 @@ class SimtTile {
   __device__ static void Attend(const Problem& p, const SimtItem& item, Shared& shared) {
     LoadQueries<kDims, kStride>(p, item, kRestQTileRows, shared.q);
     if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
-    FindKeys(p, item, item.begin, shared, 0);
+    // Where a kv tile begins must not depend on the q tile: see batch_invariant.
+    const int begin = item.begin / kKeys * kKeys;
+    FindKeys(p, item, begin, shared, 0);
     __syncthreads();
 
     const int x = threadIdx.x % 16, first_row = threadIdx.x / 16 * kRows;
@@ -42,7 +44,7 @@ class SimtTile {
     for (int i = 0; i < kRows; ++i) row_max[i] = -INFINITY, row_sum[i] = 0.f;
 
     int stage = 0;
-    for (int first = item.begin; first < item.end; first += kKeys, stage ^= 1) {
+    for (int first = begin; first < item.end; first += kKeys, stage ^= 1) {
       LoadKeys(p, p.k, shared.k_offsets[stage], shared.keys);
       __syncthreads();
       FindKeys(p, item, first + kKeys, shared, stage ^ 1);

@@ -16,6 +16,11 @@
 // lse = log(sum_j exp(score_j) + exp(sink)), natural. A row that sees no key: out 0, lse = sink or
 // -inf. Rows of q outside every sequence: out 0, lse -inf. All rows of out and lse are written.
 //
+// With batch_invariant the bits of a row of out and of lse depend on nothing but its query, the
+// keys and values that it sees with their positions, the slopes and sinks of its head, and the
+// call's dtypes, head sizes and scalars: not on other sequences, on other queries of its own, on
+// pages, or on the number of threads.
+//
 // With `key` and `value` (paged keys only) these are first written into the caches k and v, as
 // flashxla_kv_cache does, with k_descale and v_descale as its scales. Row t goes to slot
 // slot_mapping[t]; without slot_mapping, the rows of a sequence's queries are its last len_q keys,
@@ -59,6 +64,7 @@
   F(INTEGER, window_right, STATIC) /* -1: unlimited */                                             \
   F(INTEGER, max_seqlen_q, STATIC) /* upper bounds, known before the lengths are */                \
   F(INTEGER, max_seqlen_k, STATIC)                                                                 \
+  F(INTEGER, batch_invariant, STATIC) /* 0 or 1 */                                                 \
   F(REAL, softmax_scale, NONE)                                                                     \
   F(REAL, softcap, NONE) /* 0: none */
 

@@ -61,6 +61,8 @@ def _ours(problem: AttentionProblem) -> Run:
         arguments["window_size"] = (case.window - 1, 0)
     if case.deterministic:
         arguments["deterministic"] = True
+    if case.batch_invariant:
+        arguments["batch_invariant"] = True
 
     def call() -> torch.Tensor:
         out = fx.flash_attn_varlen_func(

@@ -13,7 +13,7 @@ class AttentionCase:
     """A batch: `lens` has (queries, keys) of each sequence; page None is dense keys and values.
 
     As many queries as keys, or one query (the newest token): there PyTorch's causal mask is the same as ours. window:
-    how many keys a query sees, its own among them. deterministic: of gradients.
+    how many keys a query sees, its own among them. deterministic: of gradients. batch_invariant: of our operation.
     """
 
     name: str
@@ -23,6 +23,7 @@ class AttentionCase:
     page: int | None = None
     window: int | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
 
     @property
     def ragged(self) -> bool:
@@ -61,15 +62,20 @@ PREFILL = {
         AttentionCase("1 x 2048, pages of 16", prompts(2048), page=16),
         AttentionCase("1 x 2048, 32 heads on 8", prompts(2048), heads=(32, 8)),
         AttentionCase("ragged, 8 of 64 to 2048", RAGGED),
+        AttentionCase("1 x 2048, batch_invariant", prompts(2048), batch_invariant=True),
     ),
     "cuda": (
         AttentionCase("1 x 8192, 32 heads on 8", prompts(8192), heads=(32, 8)),
         AttentionCase("1 x 8192, 32 heads on 8, pages of 16", prompts(8192), heads=(32, 8), page=16),
         AttentionCase("4 x 2048, 32 heads on 8, pages of 16", prompts(*[2048] * 4), heads=(32, 8), page=16),
         AttentionCase("ragged, 8 of 64 to 2048, pages of 16", RAGGED, heads=(32, 8), page=16),
+        AttentionCase(
+            "1 x 8192, 32 heads on 8, batch_invariant", prompts(8192), heads=(32, 8), batch_invariant=True
+        ),
     ),
     "quick": (
         AttentionCase("2 x 32", prompts(32, 32), heads=(2, 2), dim=32),
+        AttentionCase("2 x 32, batch_invariant", prompts(32, 32), dim=32, batch_invariant=True),
         AttentionCase("ragged, pages of 16, 4 heads on 2", prompts(7, 33), heads=(4, 2), dim=32, page=16),
     ),
 }
@@ -98,11 +104,25 @@ DECODE = {
         AttentionCase("8 x 4096, 32 heads on 8", _EVEN, heads=(32, 8)),
         AttentionCase("8 x 4096, 32 heads on 8, pages of 16", _EVEN, heads=(32, 8), page=16),
         AttentionCase("ragged, 8 of 64 to 4096, pages of 16", _SKEWED, page=16),
+        AttentionCase(
+            "8 x 4096, 32 heads on 8, pages of 16, batch_invariant",
+            _EVEN,
+            heads=(32, 8),
+            page=16,
+            batch_invariant=True,
+        ),
     ),
     "cuda": (
         AttentionCase("8 x 16k, 32 heads on 8, pages of 16", _batch(*[16384] * 8), heads=(32, 8), page=16),
         AttentionCase("64 x 2k, 32 heads on 8, pages of 16", _batch(*[2048] * 64), heads=(32, 8), page=16),
         AttentionCase("ragged, 8 of 64 to 4096, pages of 16", _SKEWED, heads=(32, 8), page=16),
+        AttentionCase(
+            "64 x 2k, 32 heads on 8, pages of 16, batch_invariant",
+            _batch(*[2048] * 64),
+            heads=(32, 8),
+            page=16,
+            batch_invariant=True,
+        ),
     ),
     "quick": (
         AttentionCase("2 x 48", _batch(48, 48), heads=(2, 2), dim=32),

@@ -64,7 +64,14 @@ def _ours(problem: AttentionProblem) -> Run:
 
     def attend(q: Any, k: Any, v: Any, index: Any) -> Any:
         return fx.flash_attn_varlen_func(
-            q, k, v, max_seqlen_q=max(queries), max_seqlen_k=max(keys), causal=True, **index
+            q,
+            k,
+            v,
+            max_seqlen_q=max(queries),
+            max_seqlen_k=max(keys),
+            causal=True,
+            batch_invariant=case.batch_invariant,
+            **index,
         )
 
     return _run(attend, problem.q, k, v, index, results=lambda out: [out])

@@ -41,12 +41,13 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     s_aux: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """flash-attention's function of that name: `flashxla.torch.flash_attn_varlen_func` in another order of arguments.
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            s_aux: as there.
+            s_aux, batch_invariant: as there.
         max_seqlen_q, max_seqlen_k: numbers, or tensors of one.
         dropout_p: 0.0; attention here has no dropout.
         return_attn_probs: also return the LSE and None.
@@ -82,6 +83,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         return_softmax_lse=return_attn_probs,
     )
     return (*results, None) if return_attn_probs else results

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from typing import Any
 
 from flashxla.ops.cache_format import element_dtype
@@ -91,6 +93,17 @@ def flash_attn_scalars(inputs: Inputs) -> dict[str, Any]:
         "softmax_scale": finite(inputs, "softmax_scale"),
         "softcap": softcap(inputs, "softcap"),
     }
+
+
+@functools.cache
+def _always_batch_invariant() -> bool:
+    """Whether the environment asks for it, of every call. Read once a process: programs are kept."""
+    return os.environ.get("FLASHXLA_BATCH_INVARIANT") == "1"
+
+
+def batch_invariant(inputs: Inputs) -> int:
+    """The native scalar."""
+    return int(inputs["batch_invariant"] or _always_batch_invariant())
 
 
 def int32(value: Any) -> Any:

@@ -43,6 +43,7 @@ class Options(NamedTuple):
     deterministic: Any
     return_attn_probs: Any
     s_aux: Any
+    batch_invariant: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,7 @@ def _form(
         "alibi_slopes": options.alibi_slopes,
         "s_aux": options.s_aux,
         "deterministic": options.deterministic,
+        "batch_invariant": options.batch_invariant,
         "return_softmax_lse": bool(options.return_attn_probs),
     }
     return Form(function, arguments, names, dense)
@@ -153,6 +155,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """flash_attn_varlen_func for sequences of one length.
 
@@ -163,7 +166,7 @@ def flash_attn_func(
         alibi_slopes: float32 [Hq] or [B, Hq].
         return_attn_probs: also return the LSE, and None in place of the probabilities.
         s_aux: [Hq] attention sinks, with gradients. Also learnable_sink.
-        softmax_scale, causal, window_size, softcap, deterministic: as flash_attn_varlen_func.
+        softmax_scale, causal, window_size, softcap, deterministic, batch_invariant: as flash_attn_varlen_func.
 
     Returns:
         out [B, Sq, Hq, Dv]; with return_attn_probs (out, LSE float32 [B, Hq, Sq], None).
@@ -183,6 +186,7 @@ def flash_attn_func(
         deterministic,
         return_attn_probs,
         s_aux,
+        batch_invariant,
     )
     return _dense("flash_attn_func", q, k, v, options)
 
@@ -200,6 +204,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """flash_attn_func with keys and values in one tensor.
 
@@ -221,6 +226,7 @@ def flash_attn_kvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux,
+        batch_invariant,
     )
     return _dense(name, q, kv[:, :, 0], kv[:, :, 1], options, _OF_KV)
 
@@ -237,6 +243,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """flash_attn_func with queries, keys and values in one tensor.
 
@@ -257,6 +264,7 @@ def flash_attn_qkvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux,
+        batch_invariant,
     )
     return _dense(name, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], options, _OF_QKV)
 
@@ -278,6 +286,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """flash_attn_varlen_func with keys and values in one tensor.
 
@@ -304,6 +313,7 @@ def flash_attn_varlen_kvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux,
+        batch_invariant,
     )
     return _form(
         name,
@@ -329,6 +339,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """flash_attn_varlen_func with queries, keys and values in one tensor.
 
@@ -354,6 +365,7 @@ def flash_attn_varlen_qkvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux,
+        batch_invariant,
     )
     return _form(
         name,

@@ -38,6 +38,7 @@ def flash_attn_varlen_func(
     layout: str = "NHD",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """Softmax attention over a ragged batch, with dense or paged keys and values.
 
@@ -65,6 +66,8 @@ def flash_attn_varlen_func(
         kv_cache_dtype: "auto", "fp8" = "fp8_e4m3" or "fp8_e5m2".
         deterministic: gradients are the same bits for the same input each time. On a CPU they always are; on a GPU
             the fastest kernel adds up those of q in any order.
+        batch_invariant: the bits of a row of out and of the LSE depend on its query and the keys that it sees alone,
+            not on what else is in the batch or how a prompt is cut. FLASHXLA_BATCH_INVARIANT=1 means all calls.
 
     Returns:
         out [T, Hq, Dv] in q's dtype (bfloat16 for a float8 q); with return_softmax_lse also the natural-log LSE,
@@ -105,6 +108,7 @@ def flash_attn_varlen_func(
         layout,
         kv_cache_dtype,
         deterministic,
+        batch_invariant,
     )
 
 
@@ -133,7 +137,12 @@ def _rule(inputs: Inputs) -> Resolution:
         if inputs[name] < 0:
             raise inputs.value_error(name, inputs[name], "a number of tokens >= 0")
     return Resolution(
-        attributes={"layout": layout, "kv_dtype": element, **attention.flash_attn_scalars(inputs)},
+        attributes={
+            "layout": layout,
+            "kv_dtype": element,
+            "batch_invariant": attention.batch_invariant(inputs),
+            **attention.flash_attn_scalars(inputs),
+        },
         results=attention.results(inputs, "q"),
     )
 
@@ -167,6 +176,7 @@ FLASH_ATTN_VARLEN = Op(
         Scalar("layout", str, "NHD"),
         Scalar("kv_cache_dtype", str, "auto"),
         Scalar("deterministic", bool, False),  # of the gradients
+        Scalar("batch_invariant", bool, False),
     ),
     _rule,
     results=attention.RESULTS,

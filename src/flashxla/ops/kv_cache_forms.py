@@ -59,6 +59,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     s_aux: Any = None,
+    batch_invariant: bool = False,
 ) -> Form:
     """Write new keys and values into a cache, and attend to it: reshape_and_cache_flash and flash_attn_varlen_func.
 
@@ -80,7 +81,7 @@ def flash_attn_with_kvcache(
         num_splits: taken and not used: the kernels decide.
         return_softmax_lse: also return the LSE. Also return_lse.
         s_aux: [Hq] attention sinks. Also learnable_sink.
-        softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
+        softmax_scale, causal, window_size, softcap, batch_invariant: as flash_attn_varlen_func.
 
     Returns:
         out [B, Sq, Hq, Dv]; with return_softmax_lse (out, LSE float32 [B, Hq, Sq]). In JAX, where k and v are given,
@@ -158,6 +159,7 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             s_aux=s_aux,
+            batch_invariant=batch_invariant,
             return_softmax_lse=return_softmax_lse,
         )
         out, *lse = results if return_softmax_lse else (results,)

@@ -32,6 +32,7 @@ def paged_attention(
     s_aux: Any = None,
     return_softmax_lse: bool = False,
     max_seqlen_q: int | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Ragged paged attention: prefill, decode and mixed batches in one call.
 
@@ -56,6 +57,8 @@ def paged_attention(
         return_softmax_lse: also return the log of the softmax's denominator.
         max_seqlen_q: upper bound of each sequence's queries, part of the compiled program; None is T. A step that
             only decodes is faster with 1.
+        batch_invariant: the bits of a row of out and of the LSE depend on its query and the keys that it sees alone,
+            not on what else is in the batch or how a prompt is cut. FLASHXLA_BATCH_INVARIANT=1 means all calls.
 
     Returns:
         out [T, Hq, Dv] in query's dtype (bfloat16 for a float8 query); with return_softmax_lse also the natural-log
@@ -90,6 +93,7 @@ def paged_attention(
         s_aux,
         return_softmax_lse,
         max_seqlen_q,
+        batch_invariant,
     )
 
 
@@ -117,6 +121,7 @@ def ragged_paged_attention(
     s_aux: Any = None,
     return_softmax_lse: bool = False,
     max_seqlen_q: int | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Write new keys and values into a paged cache, in place, and attend to the whole of it: one call a layer.
 
@@ -168,6 +173,7 @@ def ragged_paged_attention(
         s_aux,
         return_softmax_lse,
         max_seqlen_q,
+        batch_invariant,
     )
 
 
@@ -189,6 +195,7 @@ def _resolve(inputs: Inputs, element: str, layout: str) -> Resolution:
             "causal": int(inputs["causal"]),
             "window_left": left if window is None else attention.int32(window - 1),
             "window_right": attention.window_side(inputs, "window_right"),
+            "batch_invariant": attention.batch_invariant(inputs),
             "max_seqlen_q": attention.int32(longest),
             "max_seqlen_k": attention.int32(capacity),
             "softmax_scale": attention.finite(inputs, "scale"),
@@ -245,6 +252,7 @@ def _mask_parameters() -> tuple[Parameter, ...]:
         Tensor("s_aux", "Hq", FLOATS, "sinks", optional=True),
         Scalar("return_softmax_lse", bool, False),
         Scalar("max_seqlen_q", int, None),
+        Scalar("batch_invariant", bool, False),
     )
 
 
