@@ -160,7 +160,6 @@ def _build(
         "uv",
         "build",
         kind,
-        "--quiet",
         "--no-build-isolation",
         "--python",
         sys.executable,
