@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.transformers.conftest import FAMILIES, Make
+from tests.transformers.conftest import FAMILIES, Make, drawn
 
 LENGTH = 21
 MASKS = {
@@ -23,7 +23,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_t
 
 
 def ids_of(rows: int = 3, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(1))
+    return drawn(torch.randint, 1, 0, 250, (rows, length))
 
 
 def each(model: Any, function: Any) -> list[Any]:
