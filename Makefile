@@ -13,13 +13,13 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
 TEST_CUDA_ARCHITECTURES ?= 90a
-# What a wheel has code for; PTX serves the cards from 10.0 on.
-WHEEL_CUDA_ARCHITECTURES ?= 80;89;90a;100-virtual
+# What a wheel has code for: by default all (wheels/build.py).
+WHEEL_CUDA_ARCHITECTURES ?=
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 CLANG_FORMATTED = $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-programs lint format build docs lock-docs cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock \
+.PHONY: help demo test test-programs lint format build docs lock-docs cuda cuda-for-test wheel wheel-cuda test-wheel lock-wheel lock-cuda12 lock \
   vllm test-vllm soak-vllm lock-vllm vllm-legacy test-vllm-legacy lock-vllm-legacy torchtpu test-torchtpu lock-torchtpu clean
 
 help:  ## this list
@@ -69,8 +69,22 @@ build/jaxlib: pyproject.toml .venv/packages
 wheel: .venv-wheel/packages  ## dist: flashxla's wheels for x86_64 and aarch64, for every Python, and its sdist
 	@$(WHEEL_BIN)/python wheels/build.py cpu
 
-wheel-cuda: .venv-wheel/packages  ## dist: the wheel of the library for NVIDIA GPUs, flashxla-cuda12 or -cuda13 by nvcc's version
-	@$(if $(CUDACXX),CUDACXX=$(CUDACXX)) $(WHEEL_BIN)/python wheels/build.py cuda --jobs $(JOBS) --architectures "$(WHEEL_CUDA_ARCHITECTURES)"
+# CUDA=12 without CUDACXX: by a compiler that is fetched.
+WHEEL_NVCC := $(or $(CUDACXX),$(if $(filter 12,$(CUDA)),build/cuda12/bin/nvcc))
+
+wheel-cuda: .venv-wheel/packages $(filter build/%,$(WHEEL_NVCC))  ## dist: the wheel of the library for NVIDIA GPUs, flashxla-cuda12 or -cuda13 by nvcc's version (CUDA=12: fetches one)
+	@$(if $(WHEEL_NVCC),CUDACXX=$(if $(filter build/%,$(WHEEL_NVCC)),$(CURDIR)/)$(WHEEL_NVCC)) $(WHEEL_BIN)/python wheels/build.py cuda --jobs $(JOBS) \
+	  $(if $(CUDA),--cuda $(CUDA)) $(if $(WHEEL_CUDA_ARCHITECTURES),--architectures "$(WHEEL_CUDA_ARCHITECTURES)")
+
+build/cuda12/bin/nvcc: .venv-wheel/packages wheels/cuda12/toolkit.py wheels/cuda12/headers.lock wheels/cuda12/runtime.lock
+	@echo "== a compiler of CUDA 12 into build/cuda12 (about 120 MB to download, 10 seconds)"
+	@$(WHEEL_BIN)/python wheels/cuda12/toolkit.py
+	@touch $@
+
+lock-cuda12: .venv-wheel/packages  ## take the hashes of what wheels/cuda12/*.in name
+	@for name in headers runtime; do $(WHEEL_BIN)/uv pip compile -q --no-deps wheels/cuda12/$$name.in --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock-cuda12" \
+	  -o wheels/cuda12/$$name.lock || exit; done
 
 test-wheel: wheel  ## the wheels and the sdist, checked and installed into empty environments (REQUIRE=3.11,3.12: must be there)
 	@$(WHEEL_BIN)/python wheels/test.py $(if $(REQUIRE),--require $(REQUIRE))

@@ -28,7 +28,7 @@ def main() -> int:
     args = parser.parse_args()
     if not (os.environ.get("CUDACXX") or shutil.which("nvcc")):
         print(
-            "flashxla: nvcc is not on the PATH. The library for GPUs needs a CUDA toolkit, 12.3 or newer: install "
+            "flashxla: nvcc is not on the PATH. The library for GPUs needs a CUDA toolkit, 12.4 or newer: install "
             "one, or name its compiler with CUDACXX=/path/to/nvcc. The CPU library is complete without.",
             file=sys.stderr,
         )

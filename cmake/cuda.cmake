@@ -4,7 +4,7 @@ include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   message(FATAL_ERROR
-    "FLASHXLA_CUDA needs nvcc 12.3 or newer, which is not on the PATH. Install the CUDA toolkit, or name the "
+    "FLASHXLA_CUDA needs nvcc 12.4 or newer, which is not on the PATH. Install the CUDA toolkit, or name the "
     "compiler with CUDACXX=/path/to/nvcc. Without FLASHXLA_CUDA the CPU library is complete.")
 endif()
 

@@ -16,6 +16,7 @@ import tarfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import zig
 
@@ -23,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 BUILD = ROOT / "build" / "wheels"
 TOOLS = Path(sys.executable).parent
-OLDEST_CUDA = (12, 8)  # the first nvcc that knows compute capability 10.0
+OLDEST_CUDA = (12, 4)  # the oldest nvcc that was tried
+KNOWS_BLACKWELL = (12, 8)
 
 
 def main() -> int:
@@ -32,22 +34,32 @@ def main() -> int:
     kinds = parser.add_subparsers(dest="what", required=True)
     kinds.add_parser("cpu")
     cuda = kinds.add_parser("cuda")
-    cuda.add_argument("--architectures", required=True, help="as CMake names them, separated by semicolons")
+    cuda.add_argument("--architectures", help="as CMake names them, separated by semicolons; default: all")
+    cuda.add_argument("--cuda", type=int, help="the CUDA version that nvcc must have")
     cuda.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     DIST.mkdir(exist_ok=True)
-    for old in DIST.glob("flashxla-*" if args.what == "cpu" else f"flashxla_cuda{_nvcc_version()[0]}-*"):
-        old.unlink()
     if args.what == "cpu":
+        remove("flashxla-*")
         archive = sdist()
         # From the sdist, so that it is known to build, and to be whole.
         source = unpack(archive)
         files = [archive, *(wheel("flashxla", source, processor, {}) for processor in zig.PROCESSORS)]
     else:
-        files = [cuda_wheel(args.architectures, args.jobs)]
+        nvcc = find_nvcc()
+        if args.cuda not in (None, nvcc.version[0]):
+            raise SystemExit(f"flashxla: CUDA={args.cuda}: {nvcc.path} is of CUDA {nvcc.release}")
+        remove(f"flashxla_cuda{nvcc.version[0]}-*")
+        files = [cuda_wheel(nvcc, args.architectures or default_architectures(nvcc.version), args.jobs)]
     for file in files:
         print(f"{file.stat().st_size / 1e6:6.2f} MB  dist/{file.name}")
     return 0
+
+
+def remove(pattern: str) -> None:
+    """Remove what an earlier run left in dist."""
+    for old in DIST.glob(pattern):
+        old.unlink()
 
 
 def sdist() -> Path:
@@ -104,9 +116,26 @@ def wheel(name: str, project: Path, processor: str, options: dict[str, str], job
     return Path(shutil.copy(file, DIST))
 
 
-def cuda_wheel(architectures: str, jobs: int) -> Path:
+class Nvcc(NamedTuple):
+    """A CUDA compiler."""
+
+    path: str
+    version: tuple[int, int]
+
+    @property
+    def release(self) -> str:
+        """Its version, as NVIDIA writes it."""
+        return ".".join(map(str, self.version))
+
+
+def default_architectures(version: tuple[int, int]) -> str:
+    """What a wheel has code for. PTX serves newer cards: of 10.0, or of 9.0 where nvcc does not know those yet."""
+    return f"80;89;90a;{100 if version >= KNOWS_BLACKWELL else 90}-virtual"
+
+
+def cuda_wheel(nvcc: Nvcc, architectures: str, jobs: int) -> Path:
     """The wheel with libflashxla_cuda.so, named after the CUDA version of nvcc."""
-    version = _nvcc_version()
+    version = nvcc.version
     name = f"flashxla-cuda{version[0]}"
     project = BUILD / name
     module = project / "src" / name.replace("-", "_")
@@ -132,24 +161,35 @@ def cuda_wheel(architectures: str, jobs: int) -> Path:
     ):
         text = (template / source).read_text()
         target.write_text(re.sub("@([A-Z]+)@", lambda match: values[match[1]], text))
-    options = {"cmake.define.FLASHXLA_CUDA_ARCHITECTURES": architectures}
+    # CMake keeps the compiler that it found, or that it found none.
+    cache = BUILD / f"{name}-x86_64" / "cmake" / "CMakeCache.txt"
+    if cache.exists() and f"={nvcc.path}\n" not in cache.read_text():
+        shutil.rmtree(cache.parent)
+    options = {
+        "cmake.define.FLASHXLA_CUDA_ARCHITECTURES": architectures,
+        "cmake.define.CMAKE_CUDA_COMPILER": nvcc.path,
+    }
     return wheel(name, project, "x86_64", options, jobs)
 
 
-def _nvcc_version() -> tuple[int, int]:
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    if nvcc is None:
+def find_nvcc() -> Nvcc:
+    """The compiler that CUDACXX names, or the one on the PATH."""
+    named = os.environ.get("CUDACXX") or "nvcc"
+    path = shutil.which(named)
+    if path is None:
         raise SystemExit(
-            "flashxla: nvcc is not on the PATH: install a CUDA toolkit, or name its compiler with CUDACXX=/path/to/nvcc"
+            f"flashxla: {named}: not found. Install a CUDA toolkit, name its compiler with CUDACXX=/path/to/nvcc, "
+            "or let make wheel-cuda CUDA=12 fetch one"
         )
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", text)
     if match is None:
-        raise SystemExit(f"flashxla: {nvcc} --version names no release: {text!r}")
-    version = int(match[1]), int(match[2])
-    if version < OLDEST_CUDA:
-        raise SystemExit(f"flashxla: {nvcc} is of CUDA {match[1]}.{match[2]}; a wheel needs 12.8 or newer")
-    return version
+        raise SystemExit(f"flashxla: {path} --version names no release: {text!r}")
+    nvcc = Nvcc(path, (int(match[1]), int(match[2])))
+    if nvcc.version < OLDEST_CUDA:
+        oldest = ".".join(map(str, OLDEST_CUDA))
+        raise SystemExit(f"flashxla: {path} is of CUDA {nvcc.release}; a wheel needs {oldest} or newer")
+    return nvcc
 
 
 def _build(
@@ -160,7 +200,6 @@ def _build(
         "uv",
         "build",
         kind,
-        "--quiet",
         "--no-build-isolation",
         "--python",
         sys.executable,

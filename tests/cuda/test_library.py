@@ -7,11 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from flashxla import native
 
+OBJECTS = Path(__file__).parents[2] / "build" / "cuda"
+# What every C++ library has.
+OF_THE_ABI = {"_ZSt9terminatev", "_ZTISt9exception", "_ZTISt9bad_alloc"}
 FUNCTIONS = ("kv_cache", "attention", "merge_states")
 
 CALL_WITHOUT_GPU = """
@@ -52,6 +56,20 @@ def test_it_exports_the_c_abi_alone(library: native.Library) -> None:
     assert {f"flashxla_cuda_{name}" for name in FUNCTIONS} <= exported
     assert all(name.startswith("flashxla_") for name in exported), exported
     assert not any(name.startswith("flashxla_cpu_") for name in exported)
+
+
+def test_kernels_need_no_c_plus_plus_library() -> None:
+    """Wheels link them with another library than the one whose headers nvcc reads (wheels/build.py)."""
+    objects = sorted(OBJECTS.rglob("*.cu.o"))
+    if not objects or shutil.which("nm") is None:
+        pytest.skip("needs nm, and the objects of make cuda")
+    needed = {}
+    for path in objects:
+        symbols = subprocess.check_output(["nm", "--undefined-only", path], text=True)
+        needed[path.name] = {
+            name for name in symbols.split()[1::2] if re.match(r"_Z(T[ISV]|N|NK)?(St|S[abdios])", name)
+        } - OF_THE_ABI
+    assert not any(needed.values()), needed
 
 
 def test_targets(library: native.Library) -> None:

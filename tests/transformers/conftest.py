@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,21 @@ _MORE = {
 FAMILIES = {**CONFIGS, **_MORE}
 
 Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where tensors and models are made that name no device: --device."""
+    name = request.config.option.device
+    torch.set_default_device(name)
+    yield name
+    torch.set_default_device(None)
+
+
+def drawn(function: Callable[..., torch.Tensor], seed: int, *args: Any) -> torch.Tensor:
+    """What torch.randint, randn or rand draws: the same numbers on every device."""
+    numbers = function(*args, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device())
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching import initialization
 from transformers.integrations import hub_kernels
 
 from tests import reference
-from tests.transformers.conftest import Make
+from tests.transformers.conftest import Make, drawn
 
 NAME = "somebody/flashxla"
 # What transformers replaces any other name by in models that list the kernels they know.
@@ -84,7 +84,7 @@ def test_generate(
 ) -> None:
     counts = calls(kernel, monkeypatch)
     model = make_model(family)
-    ids = torch.randint(0, 250, (3, 21), generator=torch.Generator().manual_seed(1))
+    ids = drawn(torch.randint, 1, 0, 250, (3, 21))
     masks = [torch.ones_like(ids), torch.tensor([[0] * 6 + [1] * 15, [1] * 21, [0] * 13 + [1] * 8])]
     tokens = {}
     chosen = KNOWN if family == "gpt_oss" else chosen
@@ -136,21 +136,19 @@ def test_continuous_batching(
 
 
 def _batch() -> tuple[dict[str, torch.Tensor], Any]:
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(2, 7, 4, 16, generator=generator)
-    k, v = (torch.randn(2, 9, 2, 16, generator=generator) for _ in "kv")
-    sinks = torch.randn(4, generator=generator)
+    q = drawn(torch.randn, 3, 2, 7, 4, 16)
+    k, v = (drawn(torch.randn, seed, 2, 9, 2, 16) for seed in (4, 5))
+    sinks = drawn(torch.randn, 6, 4)
+    arrays = [x.cpu().numpy() for x in (q, k, v)]
     expected = [
         reference.flash_attn_varlen_func(
-            q[b].numpy(),
-            k[b].numpy(),
-            v[b].numpy(),
+            *(x[b] for x in arrays),
             max_seqlen_q=7,
             cu_seqlens_q=np.array([0, 7]),
             max_seqlen_k=9,
             cu_seqlens_k=np.array([0, 9]),
             causal=True,
-            s_aux=sinks.numpy(),
+            s_aux=sinks.cpu().numpy(),
         )
         for b in range(2)
     ]
@@ -161,8 +159,8 @@ def test_dense(kernel: ModuleType) -> None:
     given, expected = _batch()
     out, lse, _ = kernel.flash_attn_func(**given, causal=True, return_attn_probs=True)
     for b, (want, want_lse) in enumerate(expected):
-        np.testing.assert_allclose(out[b], want, atol=2e-5, rtol=1e-4)
-        np.testing.assert_allclose(lse[b], want_lse, atol=1e-4, rtol=1e-5)
+        np.testing.assert_allclose(out[b].cpu(), want, atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(lse[b].cpu(), want_lse, atol=1e-4, rtol=1e-5)
 
 
 def test_ragged_and_paged(kernel: ModuleType) -> None:
@@ -186,7 +184,7 @@ def test_ragged_and_paged(kernel: ModuleType) -> None:
         block_table=table,
     )
     for out in (dense, paged):
-        np.testing.assert_allclose(out, np.concatenate([o for o, _ in expected]), atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(out.cpu(), np.concatenate([o for o, _ in expected]), atol=2e-5, rtol=1e-4)
 
 
 def test_gradients(kernel: ModuleType) -> None:
@@ -198,7 +196,7 @@ def test_gradients(kernel: ModuleType) -> None:
     scores = (heads[0] @ keys.mT / 4).masked_fill(torch.ones(7, 9).tril(2) == 0, -torch.inf)
     with_sinks = torch.cat([scores, sinks[None, :, None, None].expand(2, 4, 7, 1)], -1)
     same = with_sinks.softmax(-1)[..., :-1] @ values
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    weights = drawn(torch.randn, 7, out.shape)
     got, expected = (torch.autograd.grad((x * weights).sum(), sources) for x in (out, same.transpose(1, 2)))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)

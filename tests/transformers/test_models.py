@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.transformers.conftest import FAMILIES, Make
+from tests.transformers.conftest import FAMILIES, Make, drawn
 
 LENGTH = 21
 MASKS = {
@@ -19,11 +19,18 @@ MASKS = {
     "holes": [[0] * 3 + [1] * 5 + [0] * 4 + [1] * 9, [1] * 21, [1, 0] * 10 + [1]],
     "an empty row": [[0] * 21, [1] * 21, [1] * 8 + [0] * 13],
 }
-GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 258}
+GREEDY = {
+    "max_new_tokens": 12,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 258,
+    # On a GPU transformers compiles each model with a static cache, half a minute each: test_generate_compiled.
+    "disable_compile": True,
+}
 
 
 def ids_of(rows: int = 3, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(1))
+    return drawn(torch.randint, 1, 0, 250, (rows, length))
 
 
 def each(model: Any, function: Any) -> list[Any]:
@@ -98,6 +105,18 @@ def test_generate(make_model: Make, family: str, cache: str) -> None:
     expected, got = each(model, run)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_generate_compiled(make_model: Make, device: str) -> None:
+    """A static cache on a GPU, as transformers compiles it by itself."""
+    if device == "cpu":
+        pytest.skip("transformers compiles a model with a static cache on GPUs alone")
+    model = make_model("gemma2")
+    options = GREEDY | {"cache_implementation": "static", "disable_compile": False}
+    expected, got = each(
+        model, lambda: model.generate(ids_of(), attention_mask=torch.tensor(MASKS["left"]), **options)
+    )
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

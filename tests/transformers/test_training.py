@@ -49,13 +49,13 @@ def test_packed(make_model: Make) -> None:
     assert_close(gradients(model, "flashxla", **arguments), expected, 1e-3)
 
 
-def test_checkpointed_under_autocast(make_model: Make) -> None:
+def test_checkpointed_under_autocast(make_model: Make, device: str) -> None:
     """As exact as eager attention under autocast."""
     model = make_model("llama").train()
     arguments = {"input_ids": ids_of(), "labels": ids_of()}
     exact = gradients(model, "eager", **arguments)
     model.gradient_checkpointing_enable()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         theirs, ours = (gradients(model, name, **arguments) for name in ("eager", "flashxla"))
     for name, expected in exact.items():
         assert (ours[name] - expected).norm() < 1.5 * (theirs[name] - expected).norm(), name

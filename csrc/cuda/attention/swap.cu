@@ -1,8 +1,6 @@
 // swap: sequences with few queries (decode), by split-KV, on Hopper's tensor cores. Keys are the
 // rows of the products, queries the columns ("swap AB"). A producer warp fills the stages by TMA, a
 // warpgroup computes.
-#include <atomic>
-#include <random>
 #include <type_traits>
 
 #include "common/tensor_view.h"
@@ -10,6 +8,7 @@
 #include "cuda/attention/swap_combine.cuh"
 #include "cuda/attention/swap_tile.cuh"
 #include "cuda/attention/tensor_map.h"
+#include "cuda/call_tag.h"
 
 namespace flashxla::attention {
 namespace {
@@ -158,25 +157,11 @@ void WithShape(const Problem& p, Body&& body) {
   p.out_dtype == FLASHXLA_F16 ? with_dims(Type<__half>{}) : with_dims(Type<__nv_bfloat16>{});
 }
 
-// A number that no other call has: see swap_combine.cuh.
-uint64_t NewTag() {
-  static const uint64_t seed = [] {
-    std::random_device random;
-    return uint64_t{random()} << 32 | random();
-  }();
-  static std::atomic<uint64_t> calls{0};
-  uint64_t x = seed + (calls.fetch_add(1) + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  x ^= x >> 31;
-  return x != 0 ? x : 1;
-}
-
 flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t stream) {
   SwapProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, kFewKvTileKeys);
-  w.tag = NewTag();
+  w.tag = NewCallTag();
   w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
   if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||

@@ -17,8 +17,14 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 Encode FindEncode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                       cudaEnableDefault, &result) != cudaSuccess) {
+  constexpr char kName[] = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess) {
     cudaGetLastError();
     return nullptr;
   }

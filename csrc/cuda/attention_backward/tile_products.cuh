@@ -87,8 +87,14 @@ class OwnRows {
   uint32_t address_;
 };
 
+// A float tile with kColumns columns, 8 by 8. No alias of an array: nvcc 12.4 fails on that.
 template <int kColumns>
-using Columns = float[kColumns / 8][4];
+struct Columns {
+  float values[kColumns / 8][4];
+
+  __device__ float (&operator[](int n))[4] { return values[n]; }
+  __device__ const float (&operator[](int n) const)[4] { return values[n]; }
+};
 
 template <int kColumns>
 __device__ void SetZero(Columns<kColumns>& x) {

@@ -81,9 +81,11 @@ def _try(topic: str, check: Callable[[], tuple[bool | None, str]]) -> Finding:
 
 def _library(name: str) -> tuple[bool, str]:
     library = native.library(name)
+    # With the package that it is of: flashxla, flashxla_cuda12 or flashxla_cuda13.
+    place = "/".join(library.path.parts[-3:])
     return (
         True,
-        f"{library.path.name}, XLA FFI API {library.ffi_api_version}, targets: {', '.join(library.ffi_targets)}",
+        f"{place}, XLA FFI API {library.ffi_api_version}, targets: {', '.join(library.ffi_targets)}",
     )
 
 
