@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files that were asked for. Returns the exit code."""
     # A parent of the measuring process: neither may take the whole GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Where TorchTPU is installed, `import torch` would start it, without a plugin.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     if args.name == VLLM:
         return _vllm(args)
     root = checkout()
