@@ -128,16 +128,16 @@ def _start(name: str, work: Work) -> tuple[str, Counter[str]]:
     else:
         flashxla.use_cpu()
     import flashxla.transformers
-    from flashxla.xla import torch_tpu_calls
+    from flashxla.xla.torch_tpu_calls import Program
 
     flashxla.transformers.enable()
-    run: Any = torch_tpu_calls.run
+    run: Any = Program.run
 
-    def counted(op: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[op.name] += 1
-        return run(op, *args, **kwargs)
+    def counted(program: Any, values: Any) -> Any:
+        calls[program.call.op.name] += 1
+        return run(program, values)
 
-    torch_tpu_calls.run = counted
+    Program.run = counted  # type: ignore[method-assign]
     return "tpu", calls
 
 
