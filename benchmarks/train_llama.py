@@ -137,7 +137,7 @@ def _start(name: str, work: Work) -> tuple[str, Counter[str]]:
         calls[program.call.op.name] += 1
         return run(program, values)
 
-    Program.run = counted  # type: ignore[method-assign]
+    Program.run = counted  # type: ignore[assignment, method-assign]
     return "tpu", calls
 
 
