@@ -7,3 +7,8 @@ one watches (`supervisor`), so that a kernel that crashes or hangs is one failed
 
 The same code runs on the CPU at tiny sizes (--quick), which is how it is tested. `document` writes docs/benchmarks.md.
 """
+
+import os
+
+# Where TorchTPU is installed, `import torch` would start it, without a plugin. Those who want it start it.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

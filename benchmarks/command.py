@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks import results, supervisor
+from benchmarks import results, sections, supervisor
 from benchmarks.sections import SECTIONS
 from benchmarks.settings import Settings
 from benchmarks.supervisor import Findings
@@ -39,9 +40,17 @@ def run(args: argparse.Namespace) -> int:
         peers=args.peers,
         quick=args.quick,
         everything=args.all,
+        only=args.only,
         profile=args.profile,
     )
     names = list(SECTIONS) if args.name in (None, "all") else [args.name]
+    known = [case for name in names for case in sections.cases(name, settings)]
+    if not any(args.only in case for case in known):
+        print(
+            f"flashxla bench: --only: got {args.only!r}; accepted: a part of {'; '.join(known)}",
+            file=sys.stderr,
+        )
+        return 2
     to_stdout = args.json == output_file.STANDARD_OUTPUT
 
     def content(findings: Findings) -> dict[str, Any]:

@@ -39,14 +39,22 @@ def processes(sections: Sequence[str], settings: Settings) -> list[list[Job]]:
 
     Two frameworks must not share a GPU's PJRT client.
     """
-    jobs = [Job(section, case) for section in sections for case in cases(section, settings)]
+    jobs = [
+        Job(section, case)
+        for section in sections
+        for case in cases(section, settings)
+        if settings.only in case
+    ]
     frontends = [
         *(llama.FRONTENDS if importlib.util.find_spec("torch_xla") else ()),
         *((llama.TORCHTPU,) if importlib.util.find_spec("torch_tpu") else ()),
         *((llama.TORCHAX,) if install.version("torchax") else ()),
     ]
     steps = [job for job in jobs if job.section == "step"]
-    return [jobs, *([dataclasses.replace(job, frontend=name)] for job in steps for name in frontends)]
+    return [
+        *filter(None, [jobs]),
+        *([dataclasses.replace(job, frontend=name)] for job in steps for name in frontends),
+    ]
 
 
 def cases(section: str, settings: Settings) -> list[str]:

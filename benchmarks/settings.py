@@ -15,6 +15,7 @@ class Settings:
     peers: bool = False
     quick: bool = False  # tiny shapes
     everything: bool = False  # more shapes of ours: layouts, page sizes, head sizes, masks
+    only: str = ""  # the cases whose names hold this text
     profile: bool = False  # also which kernels ran inside the jitted programs
     avoid: tuple[tuple[str, str], ...] = ()  # (case, contender) that crashed or hung before
 

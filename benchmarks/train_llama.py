@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -127,20 +128,20 @@ def _start(name: str, work: Work) -> tuple[str, Counter[str]]:
     else:
         flashxla.use_cpu()
     import flashxla.transformers
-    from flashxla.xla import torch_tpu_calls
+    from flashxla.xla.torch_tpu_calls import Program
 
     flashxla.transformers.enable()
-    run: Any = torch_tpu_calls.run
+    run: Any = Program.run
 
-    def counted(op: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[op.name] += 1
-        return run(op, *args, **kwargs)
+    def counted(program: Any, values: Any) -> Any:
+        calls[program.call.op.name] += 1
+        return run(program, values)
 
-    torch_tpu_calls.run = counted
+    Program.run = counted  # type: ignore[assignment, method-assign]
     return "tpu", calls
 
 
-def compare(work: Work, names: list[str]) -> dict[str, dict[str, Any]]:
+def compare(work: Work, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each contender's results and how far its losses are from the first one's, or {"failed": why}."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -150,7 +151,7 @@ def compare(work: Work, names: list[str]) -> dict[str, dict[str, Any]]:
             pairs = zip(row["losses"], right["losses"], strict=True)
             row["difference"] = max(abs(a / b - 1) for a, b in pairs)
             row["ratio"] = row["seconds"] / right["seconds"]
-    return found
+        yield name, row
 
 
 def is_right(name: str, row: dict[str, Any]) -> bool:
@@ -201,13 +202,14 @@ def main() -> int:
     )
     for dtype in options.dtypes:
         work = Work.quick(options.device, dtype) if options.quick else Work(options.device, dtype)
-        rows = compare(work, [TORCH, *options.contenders])
+        rows: dict[str, Any] = {}
         report["results"][dtype] = {"work": dataclasses.asdict(work), "rows": rows}
-        for name, row in rows.items():
+        for name, row in compare(work, [TORCH, *options.contenders]):
+            rows[name] = row
             right = right and is_right(name, row)
             print(f"{dtype:<10}{name:<22}{_cells(row)}", flush=True)
-        if options.json:
-            output_file.write_json(options.json, report)
+            if options.json:
+                output_file.write_json(options.json, report)
     return int(not right)
 
 

@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 
-def mode_of(name: str) -> Any:
-    """A context manager."""
+def mode_of(name: str, device: str = "cpu") -> Any:
+    """A context manager. device: the type of the tensors'."""
     import torch
     from torch.autograd import forward_ad
     from torch.overrides import TorchFunctionMode
@@ -29,6 +29,6 @@ def mode_of(name: str) -> Any:
         "function mode": Function,
         "profiler": torch.profiler.profile,
         "forward AD": forward_ad.dual_level,
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "autocast": lambda: torch.autocast(device, torch.bfloat16),
     }
     return modes[name]()

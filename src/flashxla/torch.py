@@ -122,6 +122,9 @@ def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., A
             return long_way(torch_calls.checked(op, values))
         if (results := short_way(values)) is not LONG_WAY:
             return results
+        other = torch_calls.OTHER_WAYS.get(type(values[0]))
+        if other and (results := other(op, values)) is not LONG_WAY:
+            return results
         given, values = values, torch_calls.checked(op, values)
         if values[0].is_xla and (results := lazy_short_way(values)) is not LONG_WAY:
             return results

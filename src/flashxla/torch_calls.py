@@ -31,6 +31,8 @@ Signature = tuple[Any, ...]
 # The types of tensors that have no way of their own, and what a short way returns for a call that cannot take it.
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 LONG_WAY = object()
+# Short ways of types of tensors that are not plain, called with an op and its arguments.
+OTHER_WAYS: dict[type, Callable[[Op, Values], Any]] = {}
 
 
 class TensorMeta(NamedTuple):

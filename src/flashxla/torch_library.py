@@ -170,20 +170,14 @@ def _xla_kernel(op: Op) -> Callable[..., Any]:
 
 def _torch_tpu_kernel(op: Op, in_place: bool) -> Callable[..., Any]:
     """An op on TorchTPU's tensors: its results, and what it updates, which is written back or returned behind them."""
-    updated = op.updated_positions
 
     def kernel(*args: Any, donate: bool = False) -> Any:
         from flashxla.xla import torch_tpu_calls
 
         values = values_of(op, args)
-        call, tensors = torch_tpu_calls.run(op, values, donate=donate or in_place)
-        if not in_place:
-            return _returned_by_xla(op, call, values, tensors)
-        # A whole tensor takes the update's memory for its own, which was its own before where it was donated.
-        given = [values[i] for i in updated if values[i] is not None]
-        for tensor, new in zip(given, tensors[len(call.results) :], strict=True):
-            tensor.copy_(new)
-        return _returned_by_xla(op, call, values, tensors[: len(call.results)])
+        program = torch_tpu_calls.program(op, torch_calls.signature(op, values))
+        tensors = program.run(values) if in_place else program.run_functional(values, donate)
+        return _returned_by_xla(op, program.call, values, tensors)
 
     return kernel
 

@@ -1,4 +1,4 @@
-"""Eager calls on cpu and cuda tensors by a short way: a call like one before it goes straight to the native library.
+"""Eager calls by a short way: a call like one before it goes straight to the native library, or to TorchTPU.
 
 PyTorch's dispatcher, autograd and the checks of arguments take longer than a small kernel runs. What they find out
 about a call depends on its scalars, on its tensors' shapes, strides, dtypes, devices and requires_grad, and on the
@@ -19,6 +19,7 @@ from flashxla import torch_calls
 from flashxla.ops.op import Op
 from flashxla.platforms import PLATFORMS
 from flashxla.torch_calls import LONG_WAY, PLAIN, Values
+from flashxla.xla import torch_tpu
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -41,10 +42,11 @@ def _keys(*names: str) -> Any:
 
 # Through these, and no others, a call of ours goes straight to the kernel of a platform.
 _PLATFORM_KEYS = {
-    platform.name: _keys(
-        platform.torch_key, f"Autograd{platform.torch_key}", "ADInplaceOrView", "BackendSelect"
+    name: _keys(key, f"Autograd{key}", "ADInplaceOrView", "BackendSelect")
+    for name, key in (
+        *((platform.name, platform.torch_key) for platform in PLATFORMS.values()),
+        (torch_tpu.DEVICE, torch_tpu.TORCH_KEY),
     )
-    for platform in PLATFORMS.values()
 }
 
 
@@ -112,7 +114,15 @@ class _Repeat:
     """A call that was made: recognizes those like it, and makes them."""
 
     def __init__(self, op: Op, platform: str, values: Values) -> None:
-        self._prepared = torch_calls.prepare(op, platform, torch_calls.signature(op, values))
+        self._is_recording: Callable[[], bool] | None = None
+        signature = torch_calls.signature(op, values)
+        if platform == torch_tpu.DEVICE:
+            from flashxla.xla import torch_tpu_calls
+
+            self._prepared: Any = torch_tpu_calls.program(op, signature)
+            self._is_recording = torch_tpu_calls.is_recording
+        else:
+            self._prepared = torch_calls.prepare(op, platform, signature)
         given = [i for i, is_tensor in enumerate(op.is_tensor) if is_tensor and values[i] is not None]
         self._tensors = _getter(given)
         self._others = _getter([i for i in range(len(values)) if i not in given])
@@ -135,6 +145,7 @@ class _Repeat:
             and not (self._only_without_gradients and torch.is_grad_enabled())
             # Kernels are launched on the current device.
             and (self._device is None or self._device == torch._C._cuda_getDevice())
+            and not (self._is_recording and self._is_recording())
         )
 
     def run(self, values: Values) -> Any:

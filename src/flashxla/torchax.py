@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ try:
 except ImportError as error:
     raise ImportError("flashxla.torchax needs torchax and the PyTorch and JAX that go with it") from error
 
-from flashxla import jax_calls, jax_derivatives, torch_autograd, torch_library
+from flashxla import jax_calls, jax_derivatives, torch_autograd, torch_calls, torch_library, torchax_calls
 from flashxla import torch as _torch_front_end  # noqa: F401  (defines torch.ops.flashxla)
 from flashxla.jax_avals import aval_of
 from flashxla.ops import OPS
@@ -64,6 +63,7 @@ def register(env: Any = None) -> None:
                 is_view_op=True,
             ),
         )
+    torch_calls.OTHER_WAYS[Tensor] = torchax_calls.short_way
     if interop.call_torch is not _call_torch:
         interop.call_torch = _call_torch
 
@@ -100,16 +100,11 @@ def _kernel(op: Op, env: Any) -> Callable[..., Any]:
 def _run(call: Call, tensors: dict[str, Any]) -> list[jax.Array]:
     """The results and the updated arrays; in place where nothing else holds what is updated."""
     names = [name for name, _ in call.operands]
-    donated = tuple(i for i in call.updates if _is_alone(tensors[names[i]]))
+    donated = tuple(i for i in call.updates if torchax_calls.is_alone(tensors[names[i]]))
     operands = [tensors[name].jax() for name in names]
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         return jax_calls.custom_call(call, operands)
-    return list(_program(call, donated)(*operands))
-
-
-@functools.lru_cache(maxsize=4096)
-def _program(call: Call, donated: tuple[int, ...]) -> Callable[..., list[jax.Array]]:
-    return jax.jit(lambda *operands: jax_calls.custom_call(call, operands), donate_argnums=donated)
+    return list(torchax_calls.program(call, donated)(*operands))
 
 
 def _without_gradients(call: Call, tensors: dict[str, Any]) -> Any:
@@ -128,29 +123,18 @@ def _returned(call: Call, results: Sequence[torch.Tensor]) -> Any:
     """What the op returns: results that the call does not compute are empty."""
     got = dict(zip([field for field, _ in call.results], results, strict=True))
     if len(got) < len(call.op.results):
-        empty = Tensor(jax.numpy.zeros((0,), "float32"), torchax.default_env())
+        with jax.ensure_compile_time_eval():
+            empty = Tensor(_nothing(), torchax.default_env())
         results = [got.get(r.field, empty) for r in call.op.results]
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
+@functools.cache
+def _nothing() -> jax.Array:
+    return jax.numpy.zeros((0,), "float32")
+
+
 # Updates
-
-
-class _Holder:
-    def __init__(self) -> None:
-        self._elem = object()
-
-
-def _references(x: Any) -> int:
-    return sys.getrefcount(x._elem)
-
-
-_ALONE = _references(_Holder())
-
-
-def _is_alone(x: torch.Tensor) -> bool:
-    """Whether no other tensor holds x's array, as torchax's clone() and detach() do, so that it may be donated."""
-    return isinstance(x, Tensor) and _references(x) <= _ALONE
 
 
 def _assign(call: Call, name: str, x: Any, new: jax.Array) -> None:

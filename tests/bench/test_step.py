@@ -32,21 +32,31 @@ ONLY_XLA_HAS_CUDA = dataclasses.replace(QUICK, device="cuda")
 FRONTENDS = llama.OF_TODAY if importlib.util.find_spec("torch_tpu") else llama.FRONTENDS
 
 
-def test_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    if FRONTENDS == llama.FRONTENDS:
-        pytest.importorskip("torch_xla")
-    monkeypatch.setattr(cli, "checkout", lambda: Path(__file__).parents[2])  # wherever flashxla is installed
-    # One batch: a process of PyTorch/XLA takes long to start.
-    monkeypatch.setattr(sections, "cases", lambda section, settings: llama.cases(settings)[-1:])
+def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever flashxla is installed."""
+    monkeypatch.setattr(cli, "checkout", lambda: Path(__file__).parents[2])
+
+
+def test_front_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    if FRONTENDS == llama.FRONTENDS:
+        pytest.importorskip("torch_xla")
     file = tmp_path / "step.json"
     words = ["step", "--device", "cpu", "--quick", "--rounds", "1", "--profile", "--json", str(file)]
+    words += ["--only", "batch 3"]  # one: a process of PyTorch/XLA takes long to start
     if importlib.util.find_spec("matplotlib"):
         words += ["--plot", str(tmp_path / "step.svg")]
-    assert cli.run(parser.parse_args(words)) == 0
+    assert cli.run(arguments(words)) == 0
 
     content = json.loads(file.read_text())
+    assert "--only 'batch 3'" in content["command"]
+    assert {row["case"] for row in content["results"]["step"]} == {llama.cases(QUICK)[1]}
     rows = {row["contender"]: row for row in content["results"]["step"]}
     names = ["flashxla in JAX", *FRONTENDS]
     for name in names:
@@ -70,6 +80,21 @@ def test_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "host, us" in printed and "programs a step" in printed
     if "--plot" in words:
         assert all(name in (tmp_path / "step.svg").read_text() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["step", "--quick", "--only", "batch 2"],
+            "--only: got 'batch 2'; accepted: a part of batch 1, 40 keys;",
+        ),
+        (["decode", "--only", "decode"], "--only: got 'decode'; accepted: with the study of GPUs"),
+    ],
+)
+def test_cases_that_are_not_there(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(arguments([*words, "--device", "cpu"])) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_the_torch_model_is_the_jax_model():

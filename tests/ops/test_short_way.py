@@ -15,7 +15,7 @@ from tests.frontends import TorchFrontend, map_arrays
 from tests.ops.test_errors import CALLS
 from tests.torch_modes import mode_of
 
-pytestmark = pytest.mark.frontends("torch")
+pytestmark = pytest.mark.frontends("torch", "torchtpu")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ MODES = {
 @pytest.mark.parametrize("call", ["write", "pair"])
 def test_modes(frontend: TorchFrontend, taken: list[Any], call: str, mode: str, is_short: bool) -> None:
     expected = [outcome(frontend, call, arguments(frontend, call)) for _ in range(2)][1]
-    with mode_of(mode):
+    with mode_of(mode, frontend.torch.device(frontend.target_device()).type):
         for _ in range(2):
             taken.clear()
             values = arguments(frontend, call)
@@ -195,7 +195,9 @@ def test_updates_are_counted(frontend: TorchFrontend, taken: list[Any]) -> None:
     for _ in range(3):
         frontend.fx.reshape_and_cache_flash(**values)
         versions.append(cache._version)
-    assert len(taken) == 2 and versions == [1, 2, 3]
+    assert len(taken) == 2 and 0 < versions[0] < versions[1] < versions[2]
+    # TorchTPU counts some of its own.
+    assert versions == [1, 2, 3] or frontend.name == "torchtpu"
 
 
 def test_inside_vmap(frontend: TorchFrontend, taken: list[Any]) -> None:

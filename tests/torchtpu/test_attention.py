@@ -34,13 +34,14 @@ CASES = {
 def own_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The operations of flashxla that run, and their arguments."""
     seen: list[tuple[str, dict[str, Any]]] = []
-    run = torch_tpu_calls.run
+    run = torch_tpu_calls.Program.run
 
-    def watched(op: Any, values: Any, **kwargs: Any) -> Any:
+    def watched(self: torch_tpu_calls.Program, values: Any) -> Any:
+        op = self.call.op
         seen.append((op.name, dict(zip(op.names, values, strict=True))))
-        return run(op, values, **kwargs)
+        return run(self, values)
 
-    monkeypatch.setattr(torch_tpu_calls, "run", watched)
+    monkeypatch.setattr(torch_tpu_calls.Program, "run", watched)
     return seen
 
 

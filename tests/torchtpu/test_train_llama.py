@@ -20,9 +20,10 @@ def test_it_runs(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     words = ["--device", "cpu", "--quick", "--dtypes", "float32", "--json", str(file)]
     command = [sys.executable, "-m", "benchmarks.train_llama", *words]
-    ended = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
-    )
+    # As users call it: by itself `import torch` would start TorchTPU.
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     (found,) = json.loads(file.read_text())["results"].values()
     assert list(found["rows"]) == list(train_llama.CONTENDERS)
@@ -52,3 +53,21 @@ CALLS = dict.fromkeys(train_llama.OPERATIONS, 1)
 )
 def test_what_is_right(row: dict[str, object], right: bool) -> None:
     assert train_llama.is_right(train_llama.COMPILED, row) is right
+
+
+def test_commands_do_not_start_torchtpu_by_importing_pytorch() -> None:
+    """Which ends a process that has named no plugin."""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    command = [
+        sys.executable,
+        "-m",
+        "flashxla",
+        "bench",
+        "prefill",
+        "--frontend",
+        "torch",
+        "--only",
+        "no such case",
+    ]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2 and "--only" in ended.stderr, ended.stderr[-3000:]

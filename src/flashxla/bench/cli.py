@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="study: more layouts, page sizes, head sizes, masks and types"
     )
     parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="study: the cases whose names hold this text, such as 'batch 16'",
+    )
+    parser.add_argument(
         "--profile",
         action="store_true",
         help="study: also the kernels inside the programs of overhead and step",
@@ -102,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files that were asked for. Returns the exit code."""
     # A parent of the measuring process: neither may take the whole GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Where TorchTPU is installed, `import torch` would start it, without a plugin.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     if args.name == VLLM:
         return _vllm(args)
     root = checkout()
@@ -110,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     in_study = root is not None and args.name != BACKWARD and (args.device == "cuda" or args.name in STUDY)
     in_study &= args.frontend == TORCH
     problem = _problem(args, root) or _unwritable(args, in_study)
+    if not problem and args.only and not in_study:
+        problem = f"--only: got {args.only!r}; accepted: with the study of GPUs"
     if problem:
         print(f"flashxla bench: {problem}", file=sys.stderr)
         return 2
@@ -189,7 +199,7 @@ def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
         return f"needs {', '.join(missing)}: {install.command(*extras)}"
     if args.frontend == JAX and args.name not in (*IN_JAX, *_EVERYTHING):
         return f"--frontend jax: got {args.name}; accepted: {', '.join(IN_JAX)}"
-    asked = {args.name: args.name in STUDY, "--all": args.all, "--profile": args.profile}
+    asked = {args.name: args.name in STUDY, "--all": args.all, "--only": args.only, "--profile": args.profile}
     for what, is_asked in asked.items():
         if is_asked and root is None:
             return f"{what} comes with a checkout of the repository, in its folder benchmarks"
@@ -247,6 +257,7 @@ def command(args: argparse.Namespace, *options: str) -> str:
     """The command that measures the same again. options: more of those that have a value."""
     words = ["flashxla bench", *([args.name] if args.name else [])]
     words += [f"--{flag}" for flag in ("peers", "all", "profile", "quick") if getattr(args, flag)]
+    words += [f"--only {args.only!r}"] if getattr(args, "only", "") else []
     words += ["--frontend jax"] if getattr(args, "frontend", None) == JAX else []
     words += [f"--dtype {' '.join(args.dtype)}", f"--device {args.device}"]
     words += [f"--{option} {getattr(args, option)}" for option in (*options, "rounds")]

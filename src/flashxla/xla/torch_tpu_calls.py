@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch_tpu._internal.execution_mode import execution_mode_impl
 
 from flashxla import torch_calls
 from flashxla.ops.op import Call, Op
@@ -15,36 +17,52 @@ from flashxla.torch_calls import Values
 from flashxla.xla import torch_tpu
 from flashxla.xla.torch_tpu_memory import donatable, own
 
-
-class Program(NamedTuple):
-    """A call as a custom kernel of TorchTPU. operands: the positions of its operands among the op's arguments."""
-
-    call: Call
-    key: str
-    outputs: tuple[torch.Tensor, ...]
-    operands: tuple[int, ...]
+_RECORDING = execution_mode_impl._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 
 
-def run(op: Op, values: Values, donate: bool) -> tuple[Call, list[torch.Tensor]]:
-    """Run an operation on TorchTPU's tensors; returns the call, its results and then what it updates.
+class Program:
+    """A call as a custom kernel of TorchTPU.
 
-    donate: the caller does not need what the call updates, only the updates: they take its memory where they can.
+    updated: none of its updates is still to be counted, as those of torch_calls.Prepared are.
     """
-    from torch_tpu._internal.pallas import tpu_torch_pallas
 
-    made = program(op, torch_calls.signature(op, values))
-    operands = [values[i] for i in made.operands]
-    donated = [i for i in made.call.updates if donatable(operands, i)] if donate and not _is_tracing() else []
-    own([operands[i] for i in donated])
-    results = tpu_torch_pallas.call_custom_kernel(
-        _name(op),
-        made.key,
-        inputs=operands,
-        output_shapes=list(made.outputs),
-        donate_argnums=donated,
-        device_assignment=[],
-    )
-    return made.call, list(results)
+    updated = ()
+
+    def __init__(self, op: Op, call: Call, key: str, outputs: Sequence[torch.Tensor]) -> None:
+        from torch_tpu._internal.pallas import tpu_torch_pallas
+
+        self.call = call
+        self._name, self._key, self._outputs = _name(op), key, list(outputs)
+        self._operands = [op.names.index(name) for name, _ in call.operands]
+        self._launch = tpu_torch_pallas.call_custom_kernel
+
+    def run_functional(self, values: Values, donate: bool) -> list[torch.Tensor]:
+        """The results, and then what the call updates.
+
+        donate: the caller does not need what the call updates, only the updates: they take its memory where they can.
+        """
+        operands = [values[i] for i in self._operands]
+        updates = self.call.updates if donate and not is_recording() else ()
+        if donated := donatable(operands, updates) if updates else []:
+            own([operands[i] for i in donated])
+        results = self._launch(
+            self._name,
+            self._key,
+            inputs=operands,
+            output_shapes=self._outputs,
+            donate_argnums=donated,
+            device_assignment=[],
+        )
+        return list(results)
+
+    def run(self, values: Values) -> list[torch.Tensor]:
+        """The results. What the call updates is in the tensors that it was given."""
+        results = self.run_functional(values, donate=True)
+        count = len(self.call.results)
+        # A whole tensor takes the update's memory for its own, which was its own before where it was donated.
+        for i, new in zip(self.call.updates, results[count:], strict=True):
+            values[self._operands[i]].copy_(new)
+        return results[:count]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,12 +79,7 @@ def program(op: Op, signature: torch_calls.Signature) -> Program:
     module, results = _lower(op, call, signature, platform)
     key = hashlib.blake2b(module, digest_size=16).hexdigest()
     tpu_torch_pallas.register_custom_kernel(_name(op), key, serialized_mlir_module=module)
-    return Program(
-        call,
-        key,
-        outputs=tuple(pallas.torch_placeholder(aval) for aval in results),
-        operands=tuple(op.names.index(name) for name, _ in call.operands),
-    )
+    return Program(op, call, key, [pallas.torch_placeholder(aval) for aval in results])
 
 
 def _lower(op: Op, call: Call, signature: torch_calls.Signature, platform: Platform) -> tuple[bytes, Any]:
@@ -89,11 +102,9 @@ def _lower(op: Op, call: Call, signature: torch_calls.Signature, platform: Platf
     return module, traced.jaxpr.out_avals
 
 
-def _is_tracing() -> bool:
+def is_recording() -> bool:
     """Whether calls are recorded for a compiled graph, which donates its own inputs (torch_tpu_graphs)."""
-    from torch_tpu._internal import execution_mode
-
-    return execution_mode.eager_mode == execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH
+    return execution_mode_impl._get_eager_mode() == _RECORDING
 
 
 def _name(op: Op) -> str:

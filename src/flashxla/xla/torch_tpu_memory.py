@@ -35,16 +35,16 @@ def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [inputs[0] for inputs in seen]
 
 
-def donatable(tensors: Sequence[torch.Tensor | None], position: int) -> bool:
-    """Whether a call's operand is all of its storage, which no other operand is a view of."""
-    tensor = tensors[position]
-    assert tensor is not None
-    storage = tensor.untyped_storage()
-    return (
-        0 < tensor.nbytes == storage.nbytes()
-        and tensor.is_contiguous()
-        and sum(other is not None and other.untyped_storage() is storage for other in tensors) == 1
-    )
+def donatable(tensors: Sequence[torch.Tensor], positions: Iterable[int]) -> list[int]:
+    """Those of a call's operands that are all of their storage, which no other operand is a view of."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return [
+        i
+        for i in positions
+        if 0 < tensors[i].nbytes == storages[i].nbytes()
+        and tensors[i].is_contiguous()
+        and sum([other is storages[i] for other in storages]) == 1
+    ]
 
 
 @functools.cache
