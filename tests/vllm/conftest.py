@@ -18,9 +18,10 @@ else:
     # LLVM's passes take longer than tiny models run. XLA's own, which decide what is copied, stay.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 "
 os.environ["XLA_FLAGS"] += "--xla_force_host_platform_device_count=2"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker of pytest-xdist has its parent's
+    os.environ["VLLM_XLA_CACHE_PATH"] = tempfile.mkdtemp(prefix="flashxla-vllm-compiled-")
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_XLA_CACHE_PATH=tempfile.mkdtemp(prefix="flashxla-vllm-compiled-"),
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
@@ -29,9 +30,25 @@ os.environ.update(
 
 import shutil
 
+import pytest
+
 from tests.vllm.fixtures import checkpoint, hf_tokens  # noqa: F401
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share an engine or a server go to one worker, all others to the one that is free.
+
+    The minute of test_soak comes first, lest one worker run it when the other has nothing left.
+    """
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(definitions[-1].scope == "module" for definitions in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.path.stem != "test_soak")
 
 
 def pytest_unconfigure() -> None:
     """Compiled programs are shared by the tests of one run."""
-    shutil.rmtree(os.environ["VLLM_XLA_CACHE_PATH"], ignore_errors=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["VLLM_XLA_CACHE_PATH"], ignore_errors=True)
