@@ -28,23 +28,35 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+import functools
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.vllm.fixtures import checkpoint, hf_tokens  # noqa: F401
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share an engine or a server go to one worker, all others to the one that is free.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file that shares an engine or a server go to one worker, all others to the one that is free."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    The minute of test_soak comes first, lest one worker run it when the other has nothing left.
-    """
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(definitions[-1].scope == "module" for definitions in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    @functools.cache
+    def shares(file: str) -> bool:
+        return 'scope="module"' in Path(config.rootpath, file).read_text()
+
+    class ByEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if shares(file) else nodeid
+
+    return ByEngine(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The minute of test_soak comes first, lest one worker run it when the other has nothing left."""
     items.sort(key=lambda item: item.path.stem != "test_soak")
 
 
