@@ -135,7 +135,8 @@ lock: .venv/packages  ## choose the versions in requirements.lock anew
 vllm: .venv-vllm/built  ## vLLM with flashxla, in .venv-vllm (Python 3.12; docs/vllm.md)
 
 test-vllm: .venv-vllm/built  ## vLLM on a CPU: models, scheduling, server
-	@PYTHONDONTWRITEBYTECODE= $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml --rootdir . -v tests/vllm
+	@PYTHONDONTWRITEBYTECODE= $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml --rootdir . -v \
+	  -n $(JOBS) tests/vllm
 
 soak-vllm: .venv-vllm/built  ## an hour of random requests and aborts
 	@PYTHONDONTWRITEBYTECODE= FLASHXLA_VLLM_SOAK_SECONDS=3600 $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml \

@@ -77,6 +77,7 @@ class Engine:
         del self.llm
         self.forget_programs()
         gc.collect()
+        gc.freeze()  # what is left are modules: the next engine's collections need not look through them
 
     def forget_programs(self) -> None:
         """Drop what was compiled for it."""

@@ -814,6 +814,30 @@ def programs_compiled_without_the_cache() -> None:
     CompilationManager._run_compilation = run_compilation
 
 
+@_override(_WORKER, "tpu_inference.runner.compilation_manager:CompilationManager._create_dummy_tensor")
+def arguments_of_programs_are_no_programs() -> None:
+    """Where programs are compiled, their arguments are made by jnp.ones: for each shape a program of its own, which is
+    traced, compiled or found, and loaded, to run once. They were a fifth of the programs of a start. Large ones stay:
+    the host is slower to fill them than the device.
+    """
+    import math
+
+    import numpy as np
+    from tpu_inference import utils
+    from tpu_inference.runner.compilation_manager import CompilationManager
+
+    from flashxla_vllm import weights
+
+    def create(self: Any, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
+        if math.prod(shape) >= weights.LARGE:
+            return create_by_program(self, shape, dtype, sharding)
+        ones = np.ones(shape, utils.to_jax_dtype(dtype))
+        return utils.device_array(self.runner.mesh, ones, sharding=sharding)
+
+    create_by_program = CompilationManager._create_dummy_tensor
+    CompilationManager._create_dummy_tensor = create
+
+
 @_override(
     _WORKER,
     "tpu_inference.runner.structured_decoding_manager:StructuredDecodingManager",

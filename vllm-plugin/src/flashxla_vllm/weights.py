@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchax.ops.mappings import t2j_dtype
 from tpu_inference.layers.common.process_weights.linear_weights import LinearWeights, process_linear_weights
 
-# Dummy weights of at least so many elements are made on the device; smaller ones by vLLM, on the host.
+# Dummy weights and arguments of at least so many elements are made on the device; smaller ones on the host.
 LARGE = 1 << 20
 # The range of vLLM's own dummy weights.
 _DUMMY_LIMIT = 1e-3
