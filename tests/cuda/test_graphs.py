@@ -82,6 +82,7 @@ def test_torch_side_stream(torch: Any, rng: np.random.Generator) -> None:
     """Work goes to the current stream: behind what is there, and not to the default one."""
     state = TorchStep(rng, "paged_attention", "mixed")
     now = steps.step(rng, "mixed")
+    state.run()  # loading a kernel waits for the device
     old = tuple(map(state.frontend.array, state.caches))
     arrays = {name: state.frontend.tensor(array) for name, array in dataclasses.asdict(now).items()}
     stream = torch.cuda.Stream()
