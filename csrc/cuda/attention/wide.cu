@@ -60,7 +60,10 @@ struct ScoreRule {
     slope = p.alibi_slopes.at(tile.index, tile.head, 0.f) * kLog2e;
   }
   // What the scores that OnlineSoftmax leaves are still to be multiplied by.
-  __device__ float rest() const { return slope != 0.f ? 1.f : scale; }
+  template <bool kAlibi>
+  __device__ float rest() const {
+    return kAlibi && slope != 0.f ? 1.f : scale;
+  }
 };
 
 // ptxas moves a wait for matrix instructions up, in front of arithmetic that is there to overlap
@@ -80,7 +83,7 @@ __device__ inline void KeepAbove(float sum) {
 }
 
 // Turns scores into weights, 2^kLift times as large.
-template <int kColumns, int kLift>
+template <int kColumns, int kLift, bool kAlibi>
 __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, const ScoreRule& rule,
                               int first_key, float (&factor)[2]) {
   const int lane = threadIdx.x & 31;
@@ -94,8 +97,8 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
       score[i] = TanhFromLog2(score[i] * rule.softcap);
     }
   }
-  const float scale = rule.rest();
-  if (rule.slope != 0.f) {
+  const float scale = rule.rest<kAlibi>();
+  if (kAlibi && rule.slope != 0.f) {
     // A difference of two positions, which integers hold exactly, of less than 2^24 in most calls.
     const float distance = static_cast<float>(rows.diagonal - first_key - lane % 4 * 2);
 #pragma unroll
@@ -129,7 +132,7 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
     row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
     const float base = row_max == -INFINITY ? 0.f : row_max * scale;
     factor[r] = Exp2(rows.row_max[r] * scale - base);
-    const float lifted = kLift - base;
+    const float lifted = kLift > 0 ? kLift - base : -base;
     rows.row_max[r] = row_max;
     float row_sum = 0.f;
 #pragma unroll
@@ -187,7 +190,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   // The warpgroups take turns at the tensor cores: one multiplies during the other's softmax.
   constexpr bool kTurns = kDims >= 128 && !S::kFp8;
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
-  constexpr bool kOverlap = !kTurns && S::kPlain;
+  constexpr bool kOverlap = !kTurns && S::kDirect;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
@@ -302,7 +305,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       Pin(score);
       release(shared.keys_empty(keys.stage));
       keys.Next();
-      OnlineSoftmax<kKeys, kLift>(score, rows, rule, n * kKeys, factor);
+      OnlineSoftmax<kKeys, kLift, S::kAlibi>(score, rows, rule, n * kKeys, factor);
       pack_weights();
       for (--n; n >= first; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -315,7 +318,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         Pin(score);
         release(shared.keys_empty(keys.stage));
         keys.Next();
-        OnlineSoftmax<kKeys, kLift>(score, rows, rule, n * kKeys, factor);
+        OnlineSoftmax<kKeys, kLift, S::kAlibi>(score, rows, rule, n * kKeys, factor);
         if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
         WaitMatrix<0>();
         Pin(out);
@@ -341,7 +344,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     }
     queries.Next();
 
-    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.rest(), out);
+    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
+                                 out);
   }
 }
 
@@ -368,9 +372,9 @@ __global__ void __launch_bounds__(WideShape<kDims, kKind>::kThreads, 1)
   if (threadIdx.x < S::kProducerThreads) {
     LowerRegisters<S::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
-    if (S::kPlain && w.gathers) {
-      if constexpr (S::kPlain) GatherKeys(w, shared);
-    } else if constexpr (S::kPlain) {
+    if (S::kGathers && w.gathers) {
+      if constexpr (S::kGathers) GatherKeys(w, shared);
+    } else if constexpr (S::kDirect) {
       if (warp == 0) LoadKeys<S, false>(w, shared);
       if (warp == 1) LoadKeys<S, true>(w, shared);
       if (warp == 2) LoadQueries(w, shared);
@@ -416,8 +420,8 @@ bool Launch(const Problem& p, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
-  w.gathers = S::kPlain && w.box_keys < 8;
-  const int columns = S::kPlain ? S::kBlockColumns : S::kRawColumns;
+  w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
+  const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kBlockColumns, kManyQTileTokens, &w.q) ||
       !MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
@@ -435,7 +439,10 @@ flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
     using Out = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
     if constexpr (!decltype(is_fp8)::value) {
-      launched = Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream);
+      const bool plain =
+          p.alibi_slopes.data == nullptr && KeysOfBox(p, kWideLeastBoxKeys) == kWideLeastBoxKeys;
+      launched = plain ? Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream)
+                       : Launch<Out, Out, kDims, WideKeys::kOther>(p, stream);
     } else if (!IsFp8(p.q_dtype)) {
       launched = Launch<Out, Out, kDims, WideKeys::kWidened>(p, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {

@@ -12,20 +12,27 @@ namespace flashxla::attention {
 // In shared memory queries, keys and values lie in blocks of columns, i.e. rows of 128 bytes.
 constexpr int kWideRowBytes = 128;
 
+// Boxes of fewer keys take TMA longer than threads.
+constexpr int kWideLeastBoxKeys = 8;
 constexpr int kGatheringWarps = kWarpgroupThreads / 32;
 
 constexpr int WideKvTileKeys(int head_size) { return head_size > 128 ? 64 : 128; }
 
 // How keys and values get from memory to the products.
 enum class WideKeys {
-  kPlain,    // 16 bit, as the queries: TMA loads them
+  kPlain,    // 16 bit, as the queries: TMA loads them. Without ALiBi, which costs registers
+  kOther,    // likewise with ALiBi, or pages so small that threads copy them
   kWidened,  // fp8, under 16-bit queries: warps widen them to the queries' dtype
   kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
 };
 
 template <int kDims, WideKeys kKind>
 struct WideShape {
-  static constexpr bool kPlain = kKind == WideKeys::kPlain, kFp8 = kKind == WideKeys::kFp8;
+  static constexpr bool kFp8 = kKind == WideKeys::kFp8;
+  // What is loaded is what the products take.
+  static constexpr bool kDirect = kKind == WideKeys::kPlain || kKind == WideKeys::kOther;
+  static constexpr bool kAlibi = kKind != WideKeys::kPlain;
+  static constexpr bool kGathers = kKind == WideKeys::kOther;
   static constexpr int kKeys = WideKvTileKeys(kDims);
   // To widen takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = kKind == WideKeys::kWidened && kDims <= 128;
@@ -48,17 +55,17 @@ struct WideShape {
   static constexpr int kRawColumns = kWideRowBytes;
   static constexpr int kRawBlocks = (kDims + kRawColumns - 1) / kRawColumns;
   static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
-  static constexpr int kRawStages = kPlain ? 0 : 2;
+  static constexpr int kRawStages = kDirect ? 0 : 2;
   static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
   static constexpr int kThreads = kProducerThreads + 2 * kWarpgroupThreads;
-  static constexpr int kConvertingWarps = kPlain ? 0 : kProducerThreads / 32 - 1;  // one loads
+  static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kBarrierBytes = 8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages);
   // Aligning the stages may take up to 1 KB.
   static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
                                 kValueStages * kValueBytes + kRawStages * kRawBytes + kBarrierBytes;
   // Of a thread: together what all threads have at the start.
-  static constexpr int kProducerRegisters = kManyProducers ? 48 : 40;
-  static constexpr int kConsumerRegisters = kManyProducers ? 208 : 232;
+  static constexpr int kProducerRegisters = kManyProducers ? 48 : kAlibi ? 40 : 24;
+  static constexpr int kConsumerRegisters = kManyProducers ? 208 : kAlibi ? 232 : 240;
   static_assert(kBytes <= 227 * 1024);
 };
 
@@ -153,11 +160,11 @@ struct WideShared {
       InitBarrier(queries_empty(i), consumers);
     }
     for (int i = 0; i < S::kStages; ++i) {
-      InitBarrier(keys_full(i), S::kPlain ? plain : S::kFp8 ? 1 : kConverters);
+      InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? 1 : kConverters);
       InitBarrier(keys_empty(i), consumers);
     }
     for (int i = 0; i < S::kValueStages; ++i) {
-      InitBarrier(values_full(i), S::kPlain ? plain : kConverters);
+      InitBarrier(values_full(i), S::kDirect ? plain : kConverters);
       InitBarrier(values_empty(i), consumers);
     }
     for (int i = 0; i < S::kRawStages; ++i) {
