@@ -17,7 +17,7 @@ from tests.batches import (
 from tests.frontends import TorchFrontend
 from tests.ops.test_kv_cache import Write, arguments_of
 
-pytestmark = pytest.mark.frontends("torch")
+pytestmark = pytest.mark.frontends("torch", "torchtpu")
 
 BATCH = ((1, 17), (5, 9), (8, 8))
 # float8 caches are raw bytes here: opcheck compares tensors with torch.allclose, which has no float8.

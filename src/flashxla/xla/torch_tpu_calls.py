@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch_tpu._internal.execution_mode import execution_mode_impl
 
 from flashxla import torch_calls
 from flashxla.ops.op import Call, Op
@@ -16,8 +15,6 @@ from flashxla.platforms import Platform
 from flashxla.torch_calls import Values
 from flashxla.xla import torch_tpu
 from flashxla.xla.torch_tpu_memory import donatable, own
-
-_RECORDING = execution_mode_impl._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 
 
 class Program:
@@ -104,7 +101,16 @@ def _lower(op: Op, call: Call, signature: torch_calls.Signature, platform: Platf
 
 def is_recording() -> bool:
     """Whether calls are recorded for a compiled graph, which donates its own inputs (torch_tpu_graphs)."""
-    return execution_mode_impl._get_eager_mode() == _RECORDING
+    mode, recording = _modes()
+    return mode() == recording
+
+
+@functools.cache
+def _modes() -> tuple[Callable[[], Any], Any]:
+    """What tells TorchTPU's mode, and that in which it records. Importing it starts TorchTPU, which `start` does."""
+    from torch_tpu._internal.execution_mode import execution_mode_impl
+
+    return execution_mode_impl._get_eager_mode, execution_mode_impl._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 
 
 def _name(op: Op) -> str:
