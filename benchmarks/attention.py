@@ -75,6 +75,7 @@ def _arguments(batch: Batch) -> dict[str, Any]:
         "causal": True,
         "window_size": (-1, -1) if shape.window is None else (shape.window - 1, -1),
         "softcap": shape.softcap,
+        "alibi_slopes": batch.slopes,
         "batch_invariant": shape.batch_invariant,
         "num_seqs": batch.num_seqs,
         "layout": shape.layout,
@@ -95,6 +96,7 @@ def paged_calls(batch: Batch) -> list[Callable[[], Any]]:
             scale=shape.dim**-0.5,
             sliding_window=shape.window,
             soft_cap=shape.softcap or None,
+            alibi_slopes=batch.slopes,
             batch_invariant=shape.batch_invariant,
         )
         tables = "block_tables"

@@ -35,6 +35,7 @@ class Batch:
     cu_k: torch.Tensor
     lens_k: torch.Tensor
     num_seqs: torch.Tensor
+    slopes: torch.Tensor | None  # of ALiBi, float32 [Hq]
 
     @property
     def sets(self) -> int:
@@ -98,11 +99,12 @@ def build(shape: Shape, device: str) -> Batch:
     order = torch.randperm(sets * total, device=device, dtype=torch.int32).view(sets, total)
     return Batch(
         shape=shape,
-        q=[normal(shape.tokens, q_heads) for _ in range(sets)],
+        q=[normal(shape.tokens, q_heads).to(torch_dtype(shape.query_dtype)) for _ in range(sets)],
         tables=[_table(shape, pages) for pages in order],
         caches=_caches(keys, values, shape.layout),
         keys=keys,
         values=values,
+        slopes=torch.rand(q_heads, device=device) if shape.alibi else None,
         **_lengths(shape, device),
     )
 

@@ -24,9 +24,11 @@ class Shape:
     page: int = 16
     dtype: str = "bfloat16"
     cache: str = "auto"  # or "fp8_e4m3"
+    queries: str = "auto"  # or "fp8_e4m3": results are of `dtype`
     layout: str = "NHD"  # "HND", "interleaved"
     window: int | None = None  # how many keys a query sees, its own among them
     softcap: float = 0.0
+    alibi: bool = False
     batch_invariant: bool = False
     seqs: int | None = None  # padded to so many sequences (of a token each)
     table_width: int | None = None
@@ -35,11 +37,12 @@ class Shape:
     def plain(self) -> bool:
         """Whether anything but us can be expected to serve it."""
         return (
-            self.cache == "auto"
+            self.cache == self.queries == "auto"
             and self.layout == "NHD"
             and self.page == 16
             and self.window is None
             and self.softcap == 0
+            and not self.alibi
             and not self.batch_invariant
             and self.seqs is None
             and self.dtype != "float32"
@@ -75,6 +78,11 @@ class Shape:
         """What a cache element is."""
         return self.dtype if self.cache == "auto" else self.cache
 
+    @property
+    def query_dtype(self) -> str:
+        """What an element of q is."""
+        return self.dtype if self.queries == "auto" else self.queries
+
 
 def visible_pairs(shape: Shape) -> int:
     """(query, key) pairs that the mask leaves."""
@@ -101,7 +109,8 @@ def kv_bytes(shape: Shape) -> float:
 
 def qo_bytes(shape: Shape) -> float:
     """Of the queries and the results."""
-    return 2.0 * shape.tokens * shape.heads[0] * shape.dim * _ITEM_BYTES[shape.dtype]
+    item_bytes = _ITEM_BYTES[shape.query_dtype] + _ITEM_BYTES[shape.dtype]
+    return 1.0 * shape.tokens * shape.heads[0] * shape.dim * item_bytes
 
 
 def prompts(*lens: int) -> Lens:
@@ -143,7 +152,17 @@ PREFILL = (
 # Small: no tensor core runs float32.
 PREFILL_FLOAT32 = (Shape("1 x 2048", prompts(2048), dtype="float32"),)
 _INVARIANT = {"batch_invariant": {"batch_invariant": True}}
-PREFILL_MORE = (*_variants(_LONG, **{"window 1024": {"window": 1024}}, **_INVARIANT), *PREFILL_FLOAT32)
+_PROMPTS: dict[str, dict[str, Any]] = {
+    "window 1024": {"window": 1024},
+    "ALiBi": {"alibi": True},
+    "pages of 4": {"page": 4},
+    "pages of 1": {"page": 1},
+    "fp8 cache": {"cache": "fp8_e4m3"},
+    "fp8 cache, head size 256": {"cache": "fp8_e4m3", "dim": 256, "heads": (16, 4)},
+    "all fp8": {"cache": "fp8_e4m3", "queries": "fp8_e4m3"},
+    "all fp8, head size 64": {"cache": "fp8_e4m3", "queries": "fp8_e4m3", "dim": 64},
+}
+PREFILL_MORE = (*_variants(_LONG, **_PROMPTS, **_INVARIANT), *PREFILL_FLOAT32)
 
 _WIDE = Shape("64 x 2k", newest(*[2048] * 64))
 _DEEP = Shape("8 x 16k", newest(*[16384] * 8))
@@ -213,6 +232,8 @@ QUICK = {
 QUICK_PREFILL_MORE = (
     _small("40, window 9, HND", prompts(40), window=9, layout="HND"),
     _small("40, interleaved", prompts(40), layout="interleaved", softcap=30.0),
+    _small("40, ALiBi, pages of 1", prompts(40), alibi=True, page=1),
+    _small("40, all fp8", prompts(40), cache="fp8_e4m3", queries="fp8_e4m3"),
 )
 FULL = {
     "prefill": PREFILL,
