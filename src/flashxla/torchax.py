@@ -17,6 +17,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from flashxla import install
+
 try:
     import jax
     import torch
@@ -26,7 +28,13 @@ try:
     from torchax.tensor import Tensor
     from torchax.view import View
 except ImportError as error:
-    raise ImportError("flashxla.torchax needs torchax and the PyTorch and JAX that go with it") from error
+    raise ImportError(f"flashxla.torchax needs torchax: {install.command('torchax')}") from error
+except AttributeError as error:  # of an operation that a newer PyTorch has no more
+    got = f"torchax {install.version('torchax')} with PyTorch {install.version('torch')}"
+    raise ImportError(
+        f"flashxla.torchax: got {got}, which do not go together: {error}; accepted: torchax 0.0.13 with PyTorch "
+        "2.11 or 2.12"
+    ) from error
 
 from flashxla import jax_calls, jax_derivatives, torch_autograd, torch_calls, torch_library, torchax_calls
 from flashxla import torch as _torch_front_end  # noqa: F401  (defines torch.ops.flashxla)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import jax
 import numpy
@@ -188,6 +190,18 @@ def test_gradients_of_jax(jitted):
     )
     for gradient, x in zip(got, tensors, strict=True):
         torch.testing.assert_close(torch.from_numpy(numpy.array(gradient)), x.grad)
+
+
+def test_a_torchax_that_does_not_import(tmp_path):
+    """As with PyTorch 2.13, which has some operations no more."""
+    (tmp_path / "torchax.py").write_text("import torch; torch.ops.aten.prod.dim_Dimname_of_old")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flashxla.torchax"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    message = (
+        r"flashxla.torchax: got torchax \S+ with PyTorch 2\S+, which do not go together: .*dim_Dimname_of_old"
+    )
+    assert re.search(f"ImportError: {message}", ended.stderr), ended.stderr
 
 
 def test_a_second_registration_changes_nothing():

@@ -80,6 +80,10 @@ class HostGroup(dist.ProcessGroup):
     _reduce_scatter_base = _collective("_reduce_scatter_base")
     alltoall = _collective("alltoall")
     alltoall_base = _collective("alltoall_base")
+    # PyTorch 2.15's names of three of them.
+    all_gather_single = _collective("all_gather_single")
+    reduce_scatter_single = _collective("reduce_scatter_single")
+    all_to_all_single = _collective("all_to_all_single")
     send = _collective("send", writes=False)
     recv = _collective("recv")
 
