@@ -71,8 +71,8 @@ class Timeline:
     """Seconds inside chosen functions of the worker (nested ones count in both), and what JAX says of its own work."""
 
     def __init__(self) -> None:
-        self.spans: collections.Counter[str] = collections.Counter()
-        self.jax: collections.Counter[str] = collections.Counter()
+        self.spans: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self.jax: collections.defaultdict[str, float] = collections.defaultdict(float)
 
     def wrap(self, owner: Any, name: str) -> None:
         """Measure a function from now on."""
@@ -91,7 +91,12 @@ class Timeline:
 
     def heard(self, event: str, seconds: float, **_: Any) -> None:
         """JAX did something that takes time."""
-        self.jax.update({f"{event} (s, all threads)": seconds, f"{event} (count)": 1})  # type: ignore[dict-item]
+        self.jax[f"{event} (s, all threads)"] += seconds
+        self.counted(event)
+
+    def counted(self, event: str, **_: Any) -> None:
+        """JAX did something."""
+        self.jax[f"{event} (count)"] += 1
 
     def install(self) -> None:
         """Measure the worker's steps of a start."""
@@ -102,7 +107,7 @@ class Timeline:
         from vllm.v1.engine.core import EngineCore
 
         jax.monitoring.register_event_duration_secs_listener(self.heard)
-        jax.monitoring.register_event_listener(lambda event, **_: self.jax.update([f"{event} (count)"]))
+        jax.monitoring.register_event_listener(self.counted)
         self.wrap(EngineCore, "__init__")
         steps = ("init_device", "load_model", "determine_available_memory", "initialize_from_config")
         for name in (*steps, "compile_or_warm_up_model"):
@@ -156,6 +161,11 @@ def stack(frame: FrameType | None) -> list[str]:
     return functions[::-1]
 
 
+def largest(values: dict[str, float], count: int) -> dict[str, float]:
+    """The largest of them, in order."""
+    return dict(sorted(values.items(), key=lambda item: -item[1])[:count])
+
+
 def child(name: str, settings: dict[str, Any]) -> None:
     """One start."""
     separate = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
@@ -184,8 +194,8 @@ def child(name: str, settings: dict[str, Any]) -> None:
     }
     if not separate:
         sampler.ended = True
-        result["functions, s"] = dict(timeline.spans.most_common(50))
-        result["jax"] = dict(timeline.jax.most_common(24))
+        result["functions, s"] = largest(timeline.spans, 50)
+        result["jax"] = largest(timeline.jax, 24)
         lines = (f"{count} {functions}\n" for functions, count in sampler.stacks.most_common(4000))
         (OUT / f"stacks-{name}.txt").write_text("".join(lines))
     print(LAST + json.dumps(result), flush=True)

@@ -1,7 +1,7 @@
 """links.py FOLDER: links to the machine's own packages of machine.txt, and to JAX's CUDA plugin.
 
-Run on the GPU machine by its python3. They have a folder of their own: PyTorch/XLA's environment must not see the machine's torch, torchvision and
-transformers, so it cannot have the whole of site-packages.
+Run on the GPU machine by its python3. They have a folder of their own: PyTorch/XLA's environment must not see the
+machine's torch, torchvision and transformers, so it cannot have the whole of site-packages.
 """
 
 from __future__ import annotations
