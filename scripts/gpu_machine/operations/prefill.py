@@ -1,0 +1,157 @@
+"""prefill.py TABLE...: how fast FlashAttention of a long prompt is, in CUDA graphs, beside a matrix product of PyTorch.
+
+time: each kind of call, us and TFLOP/s. ab: a line of plain calls, to be compared with another library's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import flashxla.torch as fx
+
+BF16, F16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+TOKENS = 8192
+
+
+class Shape(NamedTuple):
+    """Heads of queries and of keys, and their size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def flops(self) -> float:
+        """Of a causal call: half of the scores are seen."""
+        return 2 * self.heads * self.head_dim * TOKENS**2
+
+
+SHAPES = (Shape(32, 8, 128), Shape(32, 8, 64), Shape(16, 4, 256))
+
+
+class Kind(NamedTuple):
+    """One row: its page size (None: dense), dtypes of queries and cache, options."""
+
+    name: str
+    page: int | None
+    queries: torch.dtype = BF16
+    cache: torch.dtype = BF16
+    options: frozenset[str] = frozenset()
+
+
+KINDS = (
+    Kind("plain dense", None),
+    Kind("plain", 16),
+    Kind("alibi", 16, options=frozenset({"alibi"})),
+    Kind("softcap", 16, options=frozenset({"softcap"})),
+    *(Kind(f"page {size}", size) for size in (8, 4, 2, 1)),
+    Kind("bf16/e4m3", 16, BF16, E4M3),
+    Kind("bf16/e5m2", 16, BF16, E5M2),
+    Kind("f16/e4m3", 16, F16, E4M3),
+    Kind("fp8 dense", None, E4M3, E4M3),
+    Kind("fp8", 16, E4M3, E4M3),
+)
+
+
+def call(shape: Shape, kind: Kind) -> Callable[[], object]:
+    """A call of one sequence with random values, its pages shuffled."""
+
+    def random(heads: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(TOKENS, heads, shape.head_dim, device="cuda").to(dtype)
+
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    arguments: dict[str, Any] = {
+        "q": random(shape.heads, kind.queries),
+        "cu_seqlens_q": ints([0, TOKENS]),
+        "max_seqlen_q": TOKENS,
+        "max_seqlen_k": TOKENS,
+        "causal": True,
+    }
+    k, v = (random(shape.kv_heads, kind.cache) for _ in range(2))
+    if kind.page is None:
+        arguments |= {"k": k, "v": v, "cu_seqlens_k": ints([0, TOKENS])}
+    else:
+        # Values are random, so pages of any order do.
+        pages = (-1, kind.page, shape.kv_heads, shape.head_dim)
+        order = torch.randperm(TOKENS // kind.page, device="cuda").int()
+        arguments |= {"k": k.view(pages), "v": v.view(pages), "block_table": order[None]}
+        arguments |= {"seqused_k": ints([TOKENS])}
+    if "alibi" in kind.options:
+        arguments["alibi_slopes"] = torch.rand(shape.heads, device="cuda") * 0.1
+    if "softcap" in kind.options:
+        arguments["softcap"] = 30.0
+    return lambda: fx.flash_attn_varlen_func(**arguments)
+
+
+def microseconds(function: Callable[[], object], calls: int, rounds: int = 5) -> float:
+    """The median time of a call, of graphs of some: without the host's time."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def ceiling() -> float:
+    """TFLOP/s of a product of bfloat16 matrices."""
+    x, y = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+    return 2 * 8192**3 / microseconds(lambda: x @ y, 5) / 1e6
+
+
+def table_time() -> None:
+    """Every kind of every shape."""
+    print(f"ceiling {ceiling():.0f} TFLOP/s")
+    for shape in SHAPES:
+        for kind in KINDS:
+            slow = shape.head_dim == 256 and kind.name == "fp8"
+            us = microseconds(call(shape, kind), 3 if slow else 10)
+            row = f"{shape.heads}/{shape.kv_heads} d{shape.head_dim} {kind.name}"
+            print(f"{row}: {us:.0f} us {shape.flops() / us / 1e6:.0f} TFLOP/s", flush=True)
+    print(f"ceiling {ceiling():.0f} TFLOP/s")
+
+
+def table_ab() -> None:
+    """Plain calls, TFLOP/s; measured twice, as the first brings the clock to where it stays."""
+    line = []
+    for shape in SHAPES:
+        for kind in KINDS[:2]:
+            function = call(shape, kind)
+            microseconds(function, 10)
+            us = microseconds(function, 10, 9)
+            line.append(f"d{shape.head_dim} {kind.name} {shape.flops() / us / 1e6:.0f}")
+    print(", ".join(line), f"TFLOP/s; ceiling {ceiling():.0f}")
+
+
+TABLES = {"time": table_time, "ab": table_ab}
+
+
+def main() -> None:
+    """Print the tables that are asked for."""
+    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(TABLES):
+        raise SystemExit(__doc__)
+    for name in sys.argv[1:]:
+        begin = time.perf_counter()
+        TABLES[name]()
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer prefill compare
+# DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
+name=operations
+. "$(dirname "$0")/running.sh"
+JOBS=${JOBS:-14} FRONTENDS=${FRONTENDS:-torch,jax_jit}
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0
+
+stage_ops() { tests ops 500 -n "$JOBS" --one-in "${ONE_IN:-1}" tests/ops --frontends "$FRONTENDS" --random-seconds 150; }
+stage_engines() {  # the tests that choose kernels, for a change of these
+  tests engines 150 -n "$JOBS" tests/ops/test_engines.py tests/ops/test_batch_invariance.py tests/ops/test_few_queries.py tests/test_explain.py \
+    tests/ops/test_random_calls.py --frontends "$FRONTENDS" --random-seconds 150
+}
+stage_cuda() { tests cuda 300 -n 4 tests/cuda --ignore tests/cuda/test_sanitizer.py; }  # some fill the memory
+stage_sanitizer() {
+  shown 4 90 sanitizer compute-sanitizer --tool memcheck --leak-check no --padding 4096 --error-exitcode 9 \
+    "$PYTHON" -m tests.cuda.smoke "${SEED:-$RANDOM}" "${CALLS:-45}"
+}
+stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
+stage_compare() {  # in turns: a GPU's clock drifts
+  local library=$RUN/src/flashxla/lib/libflashxla_cuda.so round which code=0
+  [ -f "$here/base.xz" ] || { echo "no base.xz: pack with BASE_LIBRARY"; return 1; }
+  for round in 1 2 3; do
+    for which in base cuda; do
+      xz -dc "$here/$which.xz" > "$library"
+      shown 2 40 "compare-$which-$round" "$PYTHON" "$here/prefill.py" ab || code=1
+    done
+  done
+  return $code
+}
+
+begin "$@"
+unpack_flashxla || exit 1
+cd "$RUN" || exit 1
+machine
+versions "$PYTHON" torch jax numpy
+run_stages "$@"
