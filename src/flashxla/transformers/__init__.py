@@ -26,6 +26,8 @@ from flashxla.transformers import interface, loading, masks, own_cache
 NAME = "flashxla"
 KERNEL_NAME = "flashxla/attention"
 OWN_CACHE = "flashxla_own_cache"
+# What transformers 5.6 puts before a model's name for the time of continuous batching.
+_PAGED = "paged|"
 
 
 def enable() -> None:
@@ -37,8 +39,9 @@ def enable() -> None:
     Raises:
         ImportError: a version of transformers without its attention interface.
     """
-    loading.accept((NAME, KERNEL_NAME, OWN_CACHE), _transformers.PreTrainedModel)
-    for name in (NAME, KERNEL_NAME):
+    names = (NAME, KERNEL_NAME, *(_PAGED + name for name in (NAME, KERNEL_NAME)))
+    loading.accept((*names, OWN_CACHE), _transformers.PreTrainedModel)
+    for name in names:
         AttentionInterface.register(name, interface.attention)
         AttentionMaskInterface.register(name, masks.spans)
     # No mask function: transformers then makes no mask, and reads no positions to find out whether it should.

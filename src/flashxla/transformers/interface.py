@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -47,16 +48,24 @@ def attention(
     options = options_of(module, arguments)
     query, key, value = _autocast(query, key, value)
     if cache is not None and cu_seq_lens_q is not None:
+        # transformers 5.6 has the names of the operation here.
+        longest_q, longest_k = (
+            arguments.get(name) if length is None else length
+            for name, length in (("max_seqlen_q", max_length_q), ("max_seqlen_k", max_length_k))
+        )
         paged = continuous_batching.Step(
-            cache, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, arguments
+            cache, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, arguments
         )
         return continuous_batching.attention(module, query, key, value, paged, options), None
+    batch = Batch(query.shape[0], query.shape[2], key.shape[2])
+    if attention_mask is not None and masks.is_seen(attention_mask, batch.queries, batch.keys):
+        out = _seen(query, key, value, attention_mask, options)
+        return out.reshape(batch.rows, 1, *out.shape[-2:]), None
     if attention_mask is not None and attention_mask.dim() == 4 and not masks.is_spans(attention_mask):
         raise ValueError(
             f'attn_implementation="flashxla": got an attention_mask {list(attention_mask.shape)}; accepted: None or '
             '[batch, keys], which says what is padding. Load the model with attn_implementation="sdpa"'
         )
-    batch = Batch(query.shape[0], query.shape[2], key.shape[2])
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and None not in (max_length_q, max_length_k):
         offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (int(max_length_q), int(max_length_k))
         out = _packed(query, key, value, offsets, longest, options)
@@ -126,6 +135,16 @@ def _padded(
         out = _windowed(query, key, value, mask, options)
     out = out.reshape(query.shape[0], query.shape[2], *out.shape[-2:])
     return out.take_along_dim(order_q.argsort(dim=1)[:, :, None, None], dim=1)
+
+
+def _seen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
+) -> torch.Tensor:
+    """One query of each row, and the keys that it sees. Returns [B, Hq, Dv]."""
+    order, spans = rows.seen(mask)
+    key, value = (x.take_along_dim(order[:, None, :, None], dim=2) for x in (key, value))
+    # The mask has the window in it.
+    return _rows(query, key, value, spans, dataclasses.replace(options, sliding_window=None))
 
 
 def _windowed(

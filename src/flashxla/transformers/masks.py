@@ -61,8 +61,9 @@ def spans(
             than causal.
 
     Returns:
-        None: all queries and keys are tokens. int32 [B, 1, 1, 4]: the spans of those that are. bool [B, M']: which
-        keys are, where they may not lie together; the last q_length are the queries.
+        None: all queries and keys are tokens. int32 [B, 1, 1, 4]: the spans of those that are. Where they may not lie
+        together, bool [B, M'], which keys are, of which the last q_length are the queries; for one query bool
+        [B, 1, 1, kv_length], which keys it sees.
 
     Raises:
         ValueError: a mask that the operations cannot express.
@@ -97,9 +98,33 @@ def spans(
     if every and attention_mask.shape[1] >= kv_length:
         return None
     if not together:
-        return attention_mask
+        return attention_mask if q_length > 1 else _seen(attention_mask, q_offset, kv_length, kv_offset, mask_function)
     tokens = torch.stack([first, end], dim=1).to(torch.int32)
     return _spans(tokens, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
+
+
+def _seen(
+    tokens: torch.Tensor,
+    q_offset: int | torch.Tensor,
+    kv_length: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+) -> torch.Tensor:
+    """The keys that one query sees, bool [B, 1, 1, kv_length]. tokens: bool [B, M'] of the first of them.
+
+    Its shape is that of the keys: generate() has the mask of each step made outside of the program that it compiles
+    for a static cache, and another shape would be another program.
+    """
+    rows, device = torch.arange(tokens.shape[0], device=tokens.device)[:, None], tokens.device
+    keys = torch.arange(kv_offset, kv_offset + kv_length, device=device)
+    place = torch.as_tensor(q_offset, device=device).reshape(1, 1)
+    seen = torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
+    return (seen & mask_function(rows, 0, place, keys))[:, None, None]
+
+
+def is_seen(mask: torch.Tensor, queries: int, keys: int) -> bool:
+    """Whether a mask says which keys one query sees."""
+    return mask.dtype == torch.bool and queries == 1 and mask.shape[1:] == (1, 1, keys)
 
 
 def reads_values(tensor: torch.Tensor) -> bool:

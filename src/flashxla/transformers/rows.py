@@ -142,6 +142,21 @@ def _together(tokens: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.T
     return orders[0], orders[1], torch.stack([zero, ends[0], zero, ends[1]], dim=1)[:, None, None]
 
 
+def seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For one query of each row: an order of the keys in which those that it sees come first, and their spans.
+
+    mask: bool [B, 1, 1, M], which keys are seen. Returns int64 [B, M] and int32 [B, 1, 1, 4].
+    """
+    return once(mask, "seen", lambda: _seen(mask[:, 0, 0]))
+
+
+def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = mask.logical_not().int().argsort(dim=1, stable=True)
+    end = mask.sum(1, dtype=torch.int32)
+    zero, one = torch.zeros_like(end), torch.ones_like(end)
+    return order, torch.stack([zero, one, zero, end], dim=1)[:, None, None]
+
+
 def windowed(tokens: torch.Tensor, queries: int, sides: tuple[int, int]) -> Dense:
     """The sequences of a window, in the orders of `together`, for keys [B * M, Hk, D].
 
