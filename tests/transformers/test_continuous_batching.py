@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
 
+from flashxla.transformers import interface
 from tests.transformers.conftest import Make
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": 257, "pad_token_id": 258}
@@ -81,3 +83,60 @@ def test_compiled_without_a_break_or_a_copy(make_model: Make) -> None:
     # Each writes into an argument of the program, seen as a whole.
     for arguments in written:
         assert re.search(r"reinterpret_tensor\(arg\d+_1, \(2, ", arguments), arguments
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_cache_of_transformers_5_6(window: int | None) -> None:
+    """A tensor for each layer's keys and one for its values, in which rows are numbered without the values' pages."""
+    size, pages, sentinel = 4, 12, 47
+    shape = (pages * size, 2, 16)
+    kind = "full_attention" if window is None else "sliding_attention"
+    numbers = torch.Generator().manual_seed(0)
+    keys, values = ([torch.randn(shape, generator=numbers) for _ in range(2)] for _ in range(2))
+    cache = types.SimpleNamespace(
+        block_size=size,
+        key_cache=keys,
+        value_cache=values,
+        layer_index_to_group_indices={3: (1, 1)},
+        sliding_windows={3: window or 1},
+        sentinel_index=sentinel,
+    )
+    # Two sequences of 9 and 5 keys, of which 2 and 1 are new.
+    rows = [[0, 1, 2, 3, 20, 21, 22, 23, 8], [12, 13, 14, 15, 4]]
+    new = [2, 1]
+    reads = rows if window is None else [[*r[:-n], *[sentinel] * n] for r, n in zip(rows, new, strict=True)]
+    writes = [row for r, n in zip(rows, new, strict=True) for row in r[-n:]]
+    query, key, value = (torch.randn((1, heads, 3, 16), generator=numbers) for heads in (4, 2, 2))
+
+    expected = []
+    held = [
+        x[1].clone().index_copy_(0, torch.tensor(writes), n[0].transpose(0, 1))
+        for x, n in ((keys, key), (values, value))
+    ]
+    for r, part in zip(rows, query[0].split(new, dim=1), strict=True):
+        k, v = (x[r].repeat_interleave(2, dim=1).transpose(0, 1) for x in held)
+        distance = torch.arange(len(r))[-part.shape[1] :, None] - torch.arange(len(r))
+        seen = (distance >= 0) & (distance < (window or len(r)))
+        out = torch.nn.functional.scaled_dot_product_attention(part, k, v, attn_mask=seen)
+        expected.append(out.transpose(0, 1))
+
+    offsets = torch.tensor([0, 9, 14], dtype=torch.int32)
+    got, _ = interface.attention(
+        types.SimpleNamespace(layer_idx=3),
+        query,
+        key,
+        value,
+        None,
+        cache=cache,
+        cu_seq_lens_q=torch.tensor([0, 2, 3], dtype=torch.int32),
+        # By kind of layers, if there are several.
+        cu_seq_lens_k=offsets if window is None else {kind: offsets},
+        max_seqlen_q=2,
+        max_seqlen_k=9 if window is None else {kind: 9},
+        read_index=[None, torch.tensor([row for r in reads for row in r])],
+        write_index=[None, torch.tensor(writes)],
+        sliding_window=window,
+    )
+    torch.testing.assert_close(got[0], torch.cat(expected))
+    assert torch.equal(keys[1], held[0])
+    assert torch.equal(values[1], held[1])

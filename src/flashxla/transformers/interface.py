@@ -53,9 +53,7 @@ def attention(
             arguments.get(name) if length is None else length
             for name, length in (("max_seqlen_q", max_length_q), ("max_seqlen_k", max_length_k))
         )
-        paged = continuous_batching.Step(
-            cache, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, arguments
-        )
+        paged = continuous_batching.Step(cache, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, arguments)
         return continuous_batching.attention(module, query, key, value, paged, options), None
     batch = Batch(query.shape[0], query.shape[2], key.shape[2])
     if attention_mask is not None and masks.is_seen(attention_mask, batch.queries, batch.keys):

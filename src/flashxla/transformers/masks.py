@@ -98,7 +98,11 @@ def spans(
     if every and attention_mask.shape[1] >= kv_length:
         return None
     if not together:
-        return attention_mask if q_length > 1 else _seen(attention_mask, q_offset, kv_length, kv_offset, mask_function)
+        return (
+            attention_mask
+            if q_length > 1
+            else _seen(attention_mask, q_offset, kv_length, kv_offset, mask_function)
+        )
     tokens = torch.stack([first, end], dim=1).to(torch.int32)
     return _spans(tokens, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
 
