@@ -69,10 +69,10 @@ def serve(texts: Iterable[Path]) -> None:
 
     folders = _Folders(words(texts))
     for kind in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
-        kind.from_pretrained = _from_folder(kind.from_pretrained, kind.from_pretrained, folders)
+        kind.from_pretrained = _from_folder(kind.from_pretrained, kind.from_pretrained, folders)  # type: ignore[method-assign]
     # Not AutoTokenizer's choice: it takes each model's own class, with a vocabulary of another kind.
     auto, fast = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
-    auto.from_pretrained = _from_folder(fast.from_pretrained, auto.from_pretrained, folders)
+    auto.from_pretrained = _from_folder(fast.from_pretrained, auto.from_pretrained, folders)  # type: ignore[method-assign]
 
 
 def _from_folder(

@@ -25,7 +25,7 @@ from .exceptions import LEFT_OUT, Exceptions
 sys.modules["opentelemetry"] = None  # type: ignore[assignment]
 
 # transformers' decorators for tests that an accelerator would be needed for, were it not for tiny models.
-_REQUIREMENTS = ("require_torch_accelerator", "require_flash_attn", "require_flash_attn_3", "require_kernels")
+_REQUIREMENTS = ("require_torch_accelerator", "require_flash_attn")
 
 _CALLS = {"flashxla": 0, "sdpa": 0}
 
@@ -63,7 +63,7 @@ def _without_graphs() -> None:
         original(self, *args, **kwargs)
         self.use_cuda_graph = False
 
-    ContinuousBatchingConfig.__init__ = init
+    ContinuousBatchingConfig.__init__ = init  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=LEFT_OUT + reason))
     # Tests look by themselves, too, for a package of flash-attention, in whose place there is another attention.
     if "require_flash_attn" in config.getoption("without"):
-        for module in {item.getparent(pytest.Module).obj for item in items}:
+        parents = {item.getparent(pytest.Module) for item in items}
+        for module in (parent.obj for parent in parents if parent):
             if hasattr(module, "is_flash_attn_2_available"):
                 module.is_flash_attn_2_available = lambda: True
 
@@ -85,12 +86,14 @@ def _count() -> None:
     The former are those of programs, too, that torch.compile has made: their calls of an operation end there.
     """
     from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from flashxla.torch_calls import Prepared
 
     Prepared.run = _counted(Prepared.run, "flashxla")  # type: ignore[method-assign]
-    AttentionInterface.register("sdpa", _counted(sdpa_attention_forward, "sdpa"))
+    functions = AttentionInterface._global_mapping
+    for name in ("sdpa", "paged|sdpa"):
+        if name in functions:
+            AttentionInterface.register(name, _counted(functions[name], "sdpa"))
 
 
 def _counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:

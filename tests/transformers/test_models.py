@@ -131,8 +131,9 @@ def test_generate_with_holes(make_model: Make, family: str, cache: str) -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("mask", ["none", "left", "holes"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_compiled_step_with_holes(make_model: Make, family: str) -> None:
+def test_steps_compiled_once(make_model: Make, family: str, mask: str) -> None:
     """As transformers compiles a step with a static cache: the masks of all steps are one program's.
 
     Not for windows: transformers' own cache for them counts its tokens in a number, which each step is compiled for.
@@ -141,8 +142,8 @@ def test_a_compiled_step_with_holes(make_model: Make, family: str) -> None:
     compile_config = transformers.CompileConfig(backend="eager", dynamic=False)
     compile_config._compile_all_devices = True
     options = GREEDY | {"disable_compile": False, "compile_config": compile_config}
-    holes = torch.tensor(MASKS["holes"])
-    run = lambda: model.generate(ids_of(), attention_mask=holes, cache_implementation="static", **options)  # noqa: E731
+    tokens = torch.tensor(MASKS[mask] or [[1] * LENGTH] * 3)
+    run = lambda: model.generate(ids_of(), attention_mask=tokens, cache_implementation="static", **options)  # noqa: E731
     # Programs of earlier tests, or of the other attention, are not those of this one.
     torch.compiler.reset()
     with torch.compiler.set_stance("force_eager"):

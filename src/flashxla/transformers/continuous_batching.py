@@ -27,7 +27,7 @@ class Step(NamedTuple):
     cache: Any
     cu_seq_lens_q: torch.Tensor
     cu_seq_lens_k: Any
-    max_length_q: int
+    max_length_q: Any
     max_length_k: Any
     arguments: dict[str, Any]
 
@@ -112,7 +112,8 @@ def _over_ring(
         **options.flash_attn(),
     )
     if isinstance(layer.caches, tuple):
-        fx.reshape_and_cache_flash(key, value, *layer.caches, layer.slots)
+        key_cache, value_cache = layer.caches
+        fx.reshape_and_cache_flash(key, value, key_cache, value_cache, layer.slots)
     else:
         fx.reshape_and_cache(key, value, layer.caches, layer.slots, layer.layout)
     return out

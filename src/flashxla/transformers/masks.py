@@ -95,7 +95,8 @@ def spans(
     first = attention_mask.int().argmax(1)
     end = torch.where(count > 0, attention_mask.shape[1] - attention_mask.flip(1).int().argmax(1), first)
     every, together = torch.stack([attention_mask.all(), (end - first == count).all()]).tolist()
-    if every and attention_mask.shape[1] >= kv_length:
+    # Not for a static cache, not even when it is full: all of its steps are one program.
+    if every and attention_mask.shape[1] >= kv_length and isinstance(q_offset, int):
         return None
     if not together:
         return (
