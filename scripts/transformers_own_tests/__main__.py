@@ -63,7 +63,7 @@ def _run(
     ]
     command += ["--quiet", f"-n{jobs}", "--timeout=300", f"--attention={attention}", f"--records={records}"]
     command += [f"--without={name}" for name in suite.without]
-    files = [file for file in suite.files if (folder / file).is_file()]
+    files = [file for file in suite.files if (folder / file.split("::")[0]).is_file()]
     with records.with_suffix(".log").open("w", encoding="utf-8") as log:
         done = subprocess.run(
             [*command, *files], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT

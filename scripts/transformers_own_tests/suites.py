@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Suite(NamedTuple):
-    """files: below the checkout. without: see plugin.pytest_addoption."""
+    """files: below the checkout, with ::Class where it is one class of a file. without: see plugin.pytest_addoption."""
 
     name: str
     files: tuple[str, ...]
@@ -25,6 +25,7 @@ SUITES = {
         _model("llama"),
         _model("qwen3"),
         _model("mistral"),
+        Suite("gemma3", ("tests/models/gemma3/test_modeling_gemma3.py::Gemma3TextModelTest",)),
         Suite("continuous_batching", _GENERATION),
     )
 }
