@@ -1,7 +1,7 @@
 """kernels.py [--quick]: the GPU's kernels in a decode step and in a step of prompts, by time.
 
-The model and the engine are those of `flashxla bench vllm`. Results: $OUT/kernels.txt, a table for each step: microseconds of a
-step, how many launches, the kernel.
+The model and the engine are those of `flashxla bench vllm`. Results: $OUT/kernels.txt, a table for each kind of step:
+microseconds of a step, launches, the kernel.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def table(folder: Path, steps: int) -> str:
                 times[event.name] += event.duration_ns
                 launches[event.name] += 1
     rows = [f"{sum(times.values()) / 1e3 / steps:10.1f} {sum(launches.values()) / steps:8.1f}  all"]
-    rows += [f"{ns / 1e3 / steps:10.1f} {launches[name] / steps:8.1f}  {name[:150]}" for name, ns in times.most_common(LINES)]
+    for name, ns in times.most_common(LINES):
+        rows.append(f"{ns / 1e3 / steps:10.1f} {launches[name] / steps:8.1f}  {name[:150]}")
     return "\n".join(rows) + "\n"
 
 
