@@ -1,8 +1,8 @@
 // wide: many queries on Hopper. A thread block computes q tiles of 128 query tokens of one head.
 // The producer warps load by TMA (wide_load.cuh), or row by row where pages are small
 // (wide_gather.cuh), and convert fp8 keys (wide_fp8.cuh). Two consumer
-// warpgroups, of 64 rows each, multiply: they overlap the scores of the next kv tile, or q tile,
-// with the softmax and values of the last.
+// warpgroups, of 64 rows each, multiply: they overlap the scores of the next kv tile with the
+// softmax and values of the last.
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -26,7 +26,6 @@ struct RowState {
   int begin_all, end_all;        // keys that all 64 rows see
   int diagonal;                  // position of the first of the two rows among the keys
 
-  RowState() = default;
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
   __device__ RowState(const Problem& p, const WideTile& tile, int group, int row0) {
     const PlannedSequence& s = tile.s;
@@ -51,7 +50,6 @@ struct ScoreRule {
   float scale, softcap, slope;
   bool negative;
 
-  ScoreRule() = default;
   __device__ ScoreRule(const Problem& p, const WideTile& tile, int kv_head) {
     scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
     negative = scale < 0.f;
@@ -150,56 +148,36 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
   }
 }
 
-// How rows row0 and row0 + 8 of a q tile end, and where they go.
-template <typename T>
-struct RowsEnd {
-  T* to;  // the first row
-  int token, head;
-  int count;  // query tokens from the first row to the sequence's last
-  float value_scale, sink, whole[2];
-
-  RowsEnd() = default;
-  __device__ RowsEnd(const Problem& p, const WideTile& tile, int kv_head, int row0) {
-    token = tile.s.first_query + tile.first_query + row0, head = tile.head;
-    count = tile.s.num_queries - tile.first_query - row0;
-    to = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token + head * p.out.stride_head;
-    value_scale = p.ValueScale(tile.index, kv_head), sink = p.Sink(head);
-  }
-
-  // The factors that normalize the rows, and their LSE.
-  template <int kLift>
-  __device__ void Finish(const Problem& p, const RowState& rows, float scale) {
-    constexpr float kLower = 1.f / (1 << kLift);
-    const int lane = threadIdx.x & 31;
+// Normalizes and writes rows row0 and row0 + 8 of a q tile.
+template <typename T, int kDims, int kLift>
+__device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, int row0,
+                          const RowState& rows, float scale, const float (&out)[kDims / 2]) {
+  const int lane = threadIdx.x & 31;
+  constexpr float kLower = 1.f / (1 << kLift);
+  const float value_scale = p.ValueScale(tile.index, kv_head) * kLower;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float row_sum = rows.row_sum[r];
-      row_sum += __shfl_xor_sync(kAllLanes, row_sum, 1);
-      row_sum += __shfl_xor_sync(kAllLanes, row_sum, 2);
-      const float2 end = FinishRow(rows.row_max[r] * scale, row_sum * kLower, sink);
-      whole[r] = end.x * (value_scale * kLower);
-      if (lane % 4 == 0 && 8 * r < count) p.StoreLse(token + 8 * r, head, end.y);
-    }
-  }
-
-  template <int kDims>
-  __device__ void Store(const Problem& p, const float (&out)[kDims / 2]) const {
-    const int lane = threadIdx.x & 31;
+  for (int r = 0; r < 2; ++r) {
+    float row_sum = rows.row_sum[r];
+    row_sum += __shfl_xor_sync(kAllLanes, row_sum, 1);
+    row_sum += __shfl_xor_sync(kAllLanes, row_sum, 2);
+    const int query = tile.first_query + row0 + 8 * r;
+    if (query > tile.s.num_queries - 1) continue;
+    const int token = tile.s.first_query + query;
+    const float2 end = FinishRow(rows.row_max[r] * scale, row_sum * kLower, p.Sink(tile.head));
+    if (lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
+    const float whole = end.x * value_scale;
+    T* to = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token +
+            tile.head * p.out.stride_head;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (8 * r >= count) continue;
-      T* row = to + 8 * r * p.out.stride_token;
-#pragma unroll
-      for (int i = 0; i < kDims / 8; ++i) {
-        const int d = i * 8 + lane % 4 * 2;
-        if (d < p.head_size) {
-          *reinterpret_cast<uint32_t*>(row + d) =
-              Pack<T>(out[i * 4 + 2 * r] * whole[r], out[i * 4 + 2 * r + 1] * whole[r]);
-        }
+    for (int i = 0; i < kDims / 8; ++i) {
+      const int d = i * 8 + lane % 4 * 2;
+      if (d < p.head_size) {
+        *reinterpret_cast<uint32_t*>(to + d) =
+            Pack<T>(out[i * 4 + 2 * r] * whole, out[i * 4 + 2 * r + 1] * whole);
       }
     }
   }
-};
+}
 
 // The consumer warpgroups. Product: what the products take.
 template <typename Product, typename Out, int kDims, typename S>
@@ -214,114 +192,98 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1;
-  // The last products of a q tile overlap with the first softmax of the next one. That takes the
-  // next one's queries, before the last one's are done with where these are in shared memory.
-  constexpr bool kCarries = S::kQueriesInRegisters;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
   const int thread = threadIdx.x - S::kProducerThreads, group = thread / kWarpgroupThreads;
   const int row0 = group * 64 + threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / 4;
   PipelineState<S::kStages> keys;
-  // Where the values are that are multiplied next; with kCarries, the last ones until the next q
-  // tile's begin. Its steps depend on no condition that could differ between lanes, lest ptxas keep
-  // it out of uniform registers.
   PipelineState<S::kValueStages> values;
-  if constexpr (kCarries) values.stage = S::kValueStages - 1, values.parity = 1;
   PipelineState<S::kQueryStages> queries;
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
 
   WideTile tile(p);
-  const PlannedSequence& s = tile.s;
-  ScoreRule rule;
-  RowState rows;
-  RowsEnd<Out> end;
-  bool carried = false;  // the last kv tile's values are still to be multiplied by its weights
-  float out[kDims / 2] = {}, score[kKeys / 2], factor[2];
-  uint32_t weights[kKeySteps][4] = {};
-  uint32_t q_fragments[S::kQueriesInRegisters ? kDimSteps : 1][4];
-  auto start_scores = [&](int stage) {
-    FenceMatrix();
+  while (tile.Next(p)) {
+    const PlannedSequence& s = tile.s;
+    const int kv_head = tile.head / p.group_size;
+    const ScoreRule rule(p, tile, kv_head);
+    RowState rows(p, tile, group, row0);
+    float out[kDims / 2], score[kKeys / 2], factor[2];
+    uint32_t weights[kKeySteps][4];
 #pragma unroll
-    for (int k = 0; k < kDimSteps; ++k) {
-      const int block = k / 4, step = k % 4 * 32;
-      const uint64_t b =
-          MatrixDescriptor(shared.keys(stage) + block * kKeys * kWideRowBytes + step, 0);
-      if constexpr (S::kQueriesInRegisters) {
-        Matrix<Product, kKeys>::Scores(score, q_fragments[k], b, k > 0);
-      } else {
-        Matrix<Product, kKeys>::Scores(
-            score,
-            MatrixDescriptor(shared.queries(queries.stage) +
-                                 block * kManyQTileTokens * kWideRowBytes +
-                                 group * 64 * kWideRowBytes + step,
-                             0),
-            b, k > 0);
-      }
-    }
-    CommitMatrix();
-  };
-  auto start_values = [&](int stage) {
-    FenceMatrix();
+    for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
+
+    uint32_t q_fragments[S::kQueriesInRegisters ? kDimSteps : 1][4];
+    auto start_scores = [&](int stage) {
+      FenceMatrix();
 #pragma unroll
-    for (int k = 0; k < kKeySteps; ++k) {
-      const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
-      Matrix<Product, kDims>::Values(out, weights[k],
-                                     MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes));
-    }
-    CommitMatrix();
-  };
-  // Waits for kv tile n's values, and zeroes those of keys that do not exist: they may hold NaN,
-  // and 0 times NaN is not 0. (Who turned values did that.)
-  auto wait_values = [&](int n) {
-    WaitBarrier(shared.values_full(values.stage), values.parity);
-    if constexpr (S::kFp8) return;
-    const int low = max(s.first_key - n * kKeys, 0), high = min(s.num_keys - n * kKeys, kKeys);
-    if (low == 0 && high == kKeys) return;
-    const int missing = low + kKeys - high;
-    constexpr int kVectors = kWideRowBytes / 16;
-    for (int i = thread; i < missing * kVectors * S::kBlocks; i += 2 * kWarpgroupThreads) {
-      int key = i / kVectors % missing;
-      if (key >= low) key += high - low;
-      const int block = i / kVectors / missing;
-      const uint32_t to = shared.values(values.stage) + block * kKeys * kWideRowBytes +
-                          key * kWideRowBytes + i % kVectors * 16;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-    }
-    FenceProxy();
-    SyncNamed(kZeroBarrier, 2 * kWarpgroupThreads);
-  };
-  auto release = [&](uint32_t barrier) {
-    if (lane == 0) Arrive(barrier);
-  };
-  auto pack_weights = [&] {
-#pragma unroll
-    for (int k = 0; k < kKeySteps; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (S::kFp8) {
-          const float* x = &score[k * 16 + i / 2 * 8 + i % 2 * 2];
-          weights[k][i] = PackFp8(x[0], x[1], x[4], x[5]);
+      for (int k = 0; k < kDimSteps; ++k) {
+        const int block = k / 4, step = k % 4 * 32;
+        const uint64_t b =
+            MatrixDescriptor(shared.keys(stage) + block * kKeys * kWideRowBytes + step, 0);
+        if constexpr (S::kQueriesInRegisters) {
+          Matrix<Product, kKeys>::Scores(score, q_fragments[k], b, k > 0);
         } else {
-          weights[k][i] = Pack<Product>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
+          Matrix<Product, kKeys>::Scores(
+              score,
+              MatrixDescriptor(shared.queries(queries.stage) +
+                                   block * kManyQTileTokens * kWideRowBytes +
+                                   group * 64 * kWideRowBytes + step,
+                               0),
+              b, k > 0);
         }
       }
-    }
-  };
-  auto end_tile = [&] {
-    start_values(values.stage);
-    WaitMatrix<0>();
-    Pin(out);
-    release(shared.values_empty(values.stage));
-    if constexpr (!kCarries) values.Next();
-    end.template Finish<kLift>(p, rows, rule.template rest<S::kAlibi>());
-    end.template Store<kDims>(p, out);
-  };
+      CommitMatrix();
+    };
+    auto start_values = [&](int stage) {
+      FenceMatrix();
+#pragma unroll
+      for (int k = 0; k < kKeySteps; ++k) {
+        const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
+        Matrix<Product, kDims>::Values(out, weights[k],
+                                       MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes));
+      }
+      CommitMatrix();
+    };
+    // Waits for kv tile n's values, and zeroes those of keys that do not exist: they may hold NaN,
+    // and 0 times NaN is not 0. (Who turned values did that.)
+    auto wait_values = [&](int n) {
+      WaitBarrier(shared.values_full(values.stage), values.parity);
+      if constexpr (S::kFp8) return;
+      const int low = max(s.first_key - n * kKeys, 0), high = min(s.num_keys - n * kKeys, kKeys);
+      if (low == 0 && high == kKeys) return;
+      const int missing = low + kKeys - high;
+      constexpr int kVectors = kWideRowBytes / 16;
+      for (int i = thread; i < missing * kVectors * S::kBlocks; i += 2 * kWarpgroupThreads) {
+        int key = i / kVectors % missing;
+        if (key >= low) key += high - low;
+        const int block = i / kVectors / missing;
+        const uint32_t to = shared.values(values.stage) + block * kKeys * kWideRowBytes +
+                            key * kWideRowBytes + i % kVectors * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+      }
+      FenceProxy();
+      SyncNamed(kZeroBarrier, 2 * kWarpgroupThreads);
+    };
+    auto release = [&](uint32_t barrier) {
+      if (lane == 0) Arrive(barrier);
+    };
+    auto pack_weights = [&] {
+#pragma unroll
+      for (int k = 0; k < kKeySteps; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (S::kFp8) {
+            const float* x = &score[k * 16 + i / 2 * 8 + i % 2 * 2];
+            weights[k][i] = PackFp8(x[0], x[1], x[4], x[5]);
+          } else {
+            weights[k][i] = Pack<Product>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
+          }
+        }
+      }
+    };
 
-  while (tile.Next(p)) {
-    const int kv_head = tile.head / p.group_size;
     const int first = tile.begin / kKeys;
     int n = (tile.end + kKeys - 1) / kKeys - 1;
-
     WaitBarrier(shared.queries_full(queries.stage), queries.parity);
     if constexpr (S::kQueriesInRegisters) {
       const int row = row0 - lane / 4 + lane % 16;
@@ -338,31 +300,12 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       WaitBarrier(shared.keys_full(keys.stage), keys.parity);
       if (kTurns) SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
       start_scores(keys.stage);
-      // In the first q tile of all these are products of anything, which nobody uses.
-      if constexpr (kCarries) start_values(values.stage);
       if (kTurns) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
-      if (kCarries && carried) {
-        end.template Finish<kLift>(p, rows, rule.template rest<S::kAlibi>());
-      }
-      rule = ScoreRule(p, tile, kv_head);
-      rows = RowState(p, tile, group, row0);
-      WaitMatrix<kCarries ? 1 : 0>();
+      WaitMatrix<0>();
       Pin(score);
       release(shared.keys_empty(keys.stage));
       keys.Next();
       OnlineSoftmax<kKeys, kLift, S::kAlibi>(score, rows, rule, n * kKeys, factor);
-      if constexpr (kCarries) {
-        if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
-        WaitMatrix<0>();
-        Pin(out);
-        if (carried) {
-          release(shared.values_empty(values.stage));
-          end.template Store<kDims>(p, out);
-        }
-        values.Next();
-      }
-#pragma unroll
-      for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
       pack_weights();
       for (--n; n >= first; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -390,30 +333,20 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       }
       if (!S::kQueriesInRegisters) release(shared.queries_empty(queries.stage));
       wait_values(first);
-      end = RowsEnd<Out>(p, tile, kv_head, row0);
-      if constexpr (kCarries) {
-        carried = true;
-      } else {
-        end_tile();
-      }
-    } else {
-      if (kCarries && carried) end_tile();
-      carried = false;
-      if (!S::kQueriesInRegisters) {
-        __syncwarp();  // the stage is given back for all lanes
-        release(shared.queries_empty(queries.stage));
-      }
-      rule = ScoreRule(p, tile, kv_head);
-      rows = RowState(p, tile, group, row0);
-#pragma unroll
-      for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
-      end = RowsEnd<Out>(p, tile, kv_head, row0);
-      end.template Finish<kLift>(p, rows, rule.template rest<S::kAlibi>());
-      end.template Store<kDims>(p, out);
+      start_values(values.stage);
+      WaitMatrix<0>();
+      Pin(out);
+      release(shared.values_empty(values.stage));
+      values.Next();
+    } else if (!S::kQueriesInRegisters) {
+      __syncwarp();  // the stage is given back for all lanes
+      release(shared.queries_empty(queries.stage));
     }
     queries.Next();
+
+    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
+                                 out);
   }
-  if (kCarries && carried) end_tile();
 }
 
 #endif  // FLASHXLA_HOPPER
