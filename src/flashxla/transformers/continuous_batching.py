@@ -115,7 +115,7 @@ def _over_pages(
     # Where nothing is in the cache yet, there is nothing to read: all keys are new ones.
     read = layer.read if layer.read.numel() else layer.write
     blocks, lengths, sequences = once(
-        read, ("pages", longest, size), lambda: _blocks(read, offsets, longest, size)
+        read, ("pages", longest, size), lambda: _blocks(read, offsets, longest, size), first=layer.place == 0
     )
     return fx.ragged_paged_attention(
         query,
