@@ -19,6 +19,8 @@ __global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_const
   SimtItem& item = *reinterpret_cast<SimtItem*>(item_storage);
   using Tile = SimtTile<kDims, kKeys, kFp8>;
   using Few = SimtFew<kDims, kFp8>;
+  TriggerNext();
+  WaitForPrevious();
   const int num_tiles = p.plan.totals[kRest];
   const int64_t num_items = int64_t{num_tiles} * p.num_kv_heads;
   for (int64_t i = blockIdx.x; i < num_items; i += gridDim.x) {
@@ -26,7 +28,7 @@ __global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_const
     if (threadIdx.x < 32) {  // a whole warp, for FindStart
       // Backwards: the last q tiles of a sequence see the most keys and should start first.
       const int tile = num_tiles - 1 - static_cast<int>(i / p.num_kv_heads);
-      const SimtItem found(p, tile, static_cast<int>(i % p.num_kv_heads));
+      const SimtItem found = SimtItem::OfRest(p, tile, static_cast<int>(i % p.num_kv_heads));
       if (threadIdx.x == 0) item = found;
     }
     __syncthreads();
@@ -48,7 +50,7 @@ void Launch(const Problem& p, cudaStream_t stream) {
       IsFp8(p.kv_dtype) ? SimtKernel<kDims, kKeys, true> : SimtKernel<kDims, kKeys, false>;
   constexpr int kBytes = kSharedBytes<kDims, kKeys>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  kernel<<<2 * NumMultiprocessors(), kSimtThreads, kBytes, stream>>>(p);
+  LaunchDependent(kernel, 2 * NumMultiprocessors(), kSimtThreads, kBytes, stream, p);
 }
 
 const char* WhyNotSimt(const Facts& facts) {

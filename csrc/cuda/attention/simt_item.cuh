@@ -1,4 +1,5 @@
-// The simt engine's work item, a q tile of one KV head, and loading its queries and keys.
+// The work item of the engines on CUDA cores, a q tile of one KV head, and loading its queries and
+// keys.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 
@@ -26,16 +27,23 @@ struct SimtItem {
   float scale;              // factor of the dot products; includes log2(e) if plain
   bool plain;               // no softcap, no ALiBi
 
-  __device__ SimtItem(const Problem& p, int tile, int head)
-      : index(FindStart(p.plan.rest_starts, p.plan.num_sequences, tile)), kv_head(head) {
-    s = p.plan.sequences[index];
-    first_row = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
-    num_rows = min(kRestQTileRows, s.num_queries * p.group_size - first_row);
+  // At most `most_rows` rows of a sequence.
+  __device__ SimtItem(const Problem& p, const PlannedSequence& sequence, int sequence_index,
+                      int head, int first, int most_rows)
+      : s(sequence), index(sequence_index), kv_head(head), first_row(first) {
+    num_rows = min(most_rows, s.num_queries * p.group_size - first_row);
     const KeyRange keys =
         p.Visible(s, first_row / p.group_size, (first_row + num_rows - 1) / p.group_size);
     begin = keys.begin, end = keys.end;
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     scale = p.ScoreScale(index, kv_head) * (plain ? kLog2e : 1.f);
+  }
+
+  // Tile `tile` of the list for the rest. All lanes of a warp must call it.
+  __device__ static SimtItem OfRest(const Problem& p, int tile, int head) {
+    const int index = FindStart(p.plan.rest_starts, p.plan.num_sequences, tile);
+    const int first = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
+    return SimtItem(p, p.plan.sequences[index], index, head, first, kRestQTileRows);
   }
 
   __device__ int Query(const Problem& p, int row) const { return (first_row + row) / p.group_size; }
@@ -79,7 +87,7 @@ struct SimtItem {
 template <int kDims, int kStride>
 __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows, float* q) {
   const auto* data = reinterpret_cast<const float*>(p.q.data);
-  for (int i = threadIdx.x; i < num_rows * kDims; i += kSimtThreads) {
+  for (int i = threadIdx.x; i < num_rows * kDims; i += blockDim.x) {
     const int row = i / kDims, d = i % kDims;
     float x = 0.f;
     if (row < item.num_rows && d < p.head_size) {
