@@ -9,9 +9,6 @@
 
 namespace flashxla::attention {
 
-constexpr int kSimtThreads = 256;
-constexpr int kSimtWarps = kSimtThreads / 32;
-
 // What a row sees; in shared memory. Rows past the last one see nothing.
 struct SimtRow {
   int begin, end;  // keys
@@ -24,6 +21,7 @@ struct SimtItem {
   int index, kv_head;
   int first_row, num_rows;  // a row is a query token of one head
   int begin, end;           // keys that at least one row sees
+  int begin_all, end_all;   // keys that all rows see
   float scale;              // factor of the dot products; includes log2(e) if plain
   bool plain;               // no softcap, no ALiBi
 
@@ -32,9 +30,11 @@ struct SimtItem {
                       int head, int first, int most_rows)
       : s(sequence), index(sequence_index), kv_head(head), first_row(first) {
     num_rows = min(most_rows, s.num_queries * p.group_size - first_row);
-    const KeyRange keys =
-        p.Visible(s, first_row / p.group_size, (first_row + num_rows - 1) / p.group_size);
+    const int first_query = first_row / p.group_size;
+    const int last_query = (first_row + num_rows - 1) / p.group_size;
+    const KeyRange keys = p.Visible(s, first_query, last_query);
     begin = keys.begin, end = keys.end;
+    begin_all = p.Visible(s, last_query).begin, end_all = p.Visible(s, first_query).end;
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     scale = p.ScoreScale(index, kv_head) * (plain ? kLog2e : 1.f);
   }
@@ -63,10 +63,14 @@ struct SimtItem {
     return r;
   }
 
+  // The score (log2) of a row and a key that it sees, from their dot product, if `plain`. Rounded,
+  // so that it is the same whatever is computed from it.
+  __device__ float PlainScore(float dot) const { return __fmul_rn(dot, scale); }
+
   // The score (log2) of a row and key j, from their dot product; -inf if the row does not see j.
   __device__ float Score(const Problem& p, const SimtRow& row, int j, bool exists,
                          float dot) const {
-    float x = dot * scale;
+    float x = PlainScore(dot);
     if (!plain) x = p.Score(x, row.slope, int64_t{row.diagonal} - j) * kLog2e;
     return exists && j >= row.begin && j < row.end ? x : -INFINITY;
   }
