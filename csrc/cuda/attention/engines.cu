@@ -12,9 +12,8 @@ namespace flashxla::attention {
 namespace {
 
 // For each role the fastest engine comes first.
-constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kSimtSplitEngine,
-                                      &kWideEngine, &kTileEngine,  &kSimtEngine,
-                                      &kGeneralEngine};
+constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kSimtSplitEngine, &kWideEngine,
+                                      &kTileEngine, &kSimtEngine,  &kGeneralEngine};
 
 }  // namespace
 

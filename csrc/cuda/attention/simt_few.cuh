@@ -1,5 +1,6 @@
-// A q tile of few rows on CUDA cores, where split32 does not take it. Memory bandwidth is the limit: the warps divide the
-// keys among them, read them straight from global memory, and combine their results at the end.
+// A q tile of few rows on CUDA cores, where split32 does not take it. Memory bandwidth is the
+// limit: the warps divide the keys among them, read them straight from global memory, and combine
+// their results at the end.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_FEW_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_FEW_CUH_
 
@@ -163,8 +164,7 @@ class SimtFew {
       if (first_row + r >= item.num_rows || d >= p.head_size) continue;
       float row_max = -INFINITY;
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp)
-        row_max = fmaxf(row_max, shared.row_max[warp][r]);
+      for (int warp = 0; warp < kWarps; ++warp) row_max = fmaxf(row_max, shared.row_max[warp][r]);
       const float base = row_max == -INFINITY ? 0.f : row_max;
       float row_sum = 0.f, out = 0.f;
 #pragma unroll

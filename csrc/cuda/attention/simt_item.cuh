@@ -87,18 +87,21 @@ struct SimtItem {
 };
 
 // Loads the item's first `num_rows` rows of queries into shared memory, kStride floats apart; zeros
-// past the head size and past the item's rows.
+// past the head size and past the item's rows. A warp takes a row.
 template <int kDims, int kStride>
 __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows, float* q) {
-  const auto* data = reinterpret_cast<const float*>(p.q.data);
-  for (int i = threadIdx.x; i < num_rows * kDims; i += blockDim.x) {
-    const int row = i / kDims, d = i % kDims;
-    float x = 0.f;
-    if (row < item.num_rows && d < p.head_size) {
-      x = data[item.Token(p, row) * p.q.stride_token + item.Head(p, row) * p.q.stride_head +
-               d * p.q.stride_dim];
+  const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+#pragma unroll 4
+  for (int row = threadIdx.x / 32; row < num_rows; row += num_warps) {
+    const auto* from = reinterpret_cast<const float*>(p.q.data);
+    if (row < item.num_rows) {
+      from += item.Token(p, row) * p.q.stride_token + item.Head(p, row) * p.q.stride_head;
     }
-    q[row * kStride + d] = x;
+#pragma unroll
+    for (int d = lane; d < kDims; d += 32) {
+      const bool exists = row < item.num_rows && d < p.head_size;
+      q[row * kStride + d] = exists ? from[d * p.q.stride_dim] : 0.f;
+    }
   }
 }
 

@@ -129,7 +129,8 @@ struct SimtRows {
     __syncthreads();
   }
 
-  // Processes keys [first, first + 8). `mask` says which of them exist. Lanes meet before and after.
+  // Processes keys [first, first + 8). `mask` says which of them exist. Lanes meet before and
+  // after.
   __device__ void Step(const Problem& p, const char* keys, int first, uint32_t mask,
                        Shared& shared) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -215,8 +216,8 @@ struct SimtRows {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       if (quad * kQuadRows >= num_rows) break;
-      const float mine = exp2f(row_max[quad] -
-                               Base(LargestMax(quad * kQuadRows + lane / kSimtSliceKeys, shared)));
+      const float mine =
+          exp2f(row_max[quad] - Base(LargestMax(quad * kQuadRows + lane / kSimtSliceKeys, shared)));
 #pragma unroll
       for (int r = 0; r < kQuadRows; ++r) {
         const float factor = __shfl_sync(kAllLanes, mine, r * kSimtSliceKeys);
@@ -317,8 +318,7 @@ struct SimtRows {
       row_sum[quad] *= factor;
 #pragma unroll
       for (int r = 0; r < kQuadRows; ++r) {
-        Multiply(out[quad * kQuadRows + r],
-                 __shfl_sync(kAllLanes, factor, r * kSimtSliceKeys));
+        Multiply(out[quad * kQuadRows + r], __shfl_sync(kAllLanes, factor, r * kSimtSliceKeys));
       }
     }
     const float weight = exp2f(score - base);

@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kSimtRows))
 
     const bool whole = segment == compute.tile_start && segment_end == compute.tile_end;
     rows.Store(p, workspace.shape,
-               whole ? nullptr
-                     : workspace.partial(kv_head, blockIdx.y, segment != block.begin),
+               whole ? nullptr : workspace.partial(kv_head, blockIdx.y, segment != block.begin),
                shared);
     if (segment_end == end) {
       if (threadIdx.x == 0) {

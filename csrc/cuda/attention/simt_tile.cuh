@@ -71,7 +71,9 @@ class SimtTile {
         __syncthreads();  // all have used the keys
         load_values();
       }
-      if (!idle) AddScores(p, item, first, shared, stage, x, first_row, score, row_max, row_sum, out);
+      if (!idle) {
+        AddScores(p, item, first, shared, stage, x, first_row, score, row_max, row_sum, out);
+      }
       WaitCopies<0>();
       const float probe = Probe(p, values);
       // The values are there; all have used the keys.
@@ -88,6 +90,7 @@ class SimtTile {
         load_keys(stage ^ 1);
       }
     }
+    WaitCopies<0>();  // if no row sees a key, nobody has waited for the first ones
     if (!idle) Store(p, item, x, first_row, row_max, row_sum, out);
   }
 
@@ -109,7 +112,8 @@ class SimtTile {
   __device__ static KeyPlaces Find(const Problem& p, const SimtItem& item, int first) {
     Sequence seen = item.s;
     seen.first_key = item.begin, seen.num_keys = item.end;
-    return KeyPlaces::Find(p, seen, item.index, first + static_cast<int>(threadIdx.x) / 32 * kLoads);
+    return KeyPlaces::Find(p, seen, item.index,
+                           first + static_cast<int>(threadIdx.x) / 32 * kLoads);
   }
 
   // Calls body(key, dim) for what this lane loads: 4 dims of the keys of its warp. All lanes.
@@ -123,7 +127,8 @@ class SimtTile {
     }
   }
 
-  // Starts to load this warp's keys or values into shared memory; zeros for those that do not exist.
+  // Starts to load this warp's keys or values into shared memory; zeros for those that do not
+  // exist.
   __device__ static void StartLoad(const Problem& p, const Cache& c, const KeyPlaces& places,
                                    int kv_head, float* to) {
     const int64_t offset = places.OffsetIn(c) + kv_head * c.stride_head;
