@@ -154,6 +154,7 @@ ENGINES = [
     (Case(PREFILL, dim=64, alibi="SH", softcap=5.0), "split32", "simt"),
     (Case(PREFILL, dim=128, heads=(8, 2), page=16, sinks="f32"), "split32", "simt"),
     (Case(PREFILL, dim=256, page=16, layout="packed_HND"), "split32", "simt"),
+    (Case(ODD, dim=128, page=16, sinks="f32"), "split32", "simt"),  # tiles whose rows see no key
     (Case(ODD, heads=(8, 1), dim=80, page=1, window=(70, 9), causal=False), "split32", "simt"),
     (
         Case(LONG, dim=40, cache="e4m3", page=17, descale="1", window=(30, 1), causal=False),
