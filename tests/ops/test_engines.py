@@ -139,7 +139,7 @@ ENGINES = [
     (Case(ONE_LONG, heads=(4, 4), dim=256, page=16, window=(2000, -1)), "split32", "split32"),
     (Case(ONE_LONG, heads=(8, 2), dim=80, page=17, layout="HND", leftpad=True), "split32", "split32"),
     (Case(RAGGED, heads=(28, 4), dim=128, page=1, pad_seqs=2, pad_tokens=3), "split32", "split32"),
-    (Case(RAGGED, heads=(8, 1), dim=80, page=16, layout="packed_NHD", window=(70, -1)), "split32", "split32"),
+    (Case(RAGGED, heads=(8, 1), dim=80, page=16, layout="packed_NHD", window=(70, -1)), "split32", "simt"),
     (Case(RAGGED, heads=(8, 2), dim=256, page=16, layout="stacked", alibi="H"), "split32", "split32"),
     (Case(RAGGED, heads=(8, 2), dim=64, used=True, sinks="f32", lse=False), "split32", "split32"),
     (Case(RAGGED, heads=(6, 2), dim=46, page=3, softcap=2.0), "split32", "split32"),  # no 16-byte vectors
