@@ -133,19 +133,7 @@ class SimtTile {
                                    int kv_head, float* to) {
     const int64_t offset = places.OffsetIn(c) + kv_head * c.stride_head;
     to += threadIdx.x / 32 * kLoads * kStride;
-    if (kFp8 || !p.kv_vectors) {
-#pragma unroll 1
-      for (int n = 0; n < kLoads; ++n) {
-        const int64_t from = __shfl_sync(kAllLanes, offset, n);
-        const bool exists = (places.mask >> n) & 1;
-        for (int d = threadIdx.x % 32 * 4; d < kDims; d += 128) {
-          float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (exists) x = LoadFour<kFp8>(p, c, from, d);
-          *reinterpret_cast<float4*>(to + n * kStride + d) = x;
-        }
-      }
-      return;
-    }
+    if (kFp8 || !p.kv_vectors) return LoadFloats(p, c, offset, places.mask, to);
     const uint32_t address = SharedAddress(to);
     ForEachChunk([&](int key, int d) {
       const int64_t from = __shfl_sync(kAllLanes, offset, key);
@@ -153,6 +141,33 @@ class SimtTile {
       CopyAsync16(address + (key * kStride + d) * 4, c.data + (from + d) * 4,
                   (places.mask >> key) & 1);
     });
+  }
+
+  // The same through registers: fp8, which is widened, and any strides.
+  __device__ static void LoadFloats(const Problem& p, const Cache& c, int64_t offset, uint32_t mask,
+                                    float* to) {
+    constexpr int kEach = kLoads * kChunks / 32, kBest = kFp8 ? 8 : 4;  // of a lane; on their way
+    constexpr int kAtOnce = kEach < kBest ? kEach : kBest, kPieces = kChunks / kAcross;
+    static_assert(kEach % kAtOnce == 0);
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int base = 0; base < kEach; base += kAtOnce) {
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int key = (base + i) / kPieces * kLoadsAtOnce + lane / kAcross;
+        const int d = ((base + i) % kPieces * kAcross + lane % kAcross) * 4;
+        const int64_t from = __shfl_sync(kAllLanes, offset, key);
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if ((mask >> key) & 1) x[i] = LoadFour<kFp8>(p, c, from, d);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int key = (base + i) / kPieces * kLoadsAtOnce + lane / kAcross;
+        const int d = ((base + i) % kPieces * kAcross + lane % kAcross) * 4;
+        *reinterpret_cast<float4*>(to + key * kStride + d) = x[i];
+      }
+    }
   }
 
   // 0 if all numbers that this lane has loaded are finite, else NaN.
