@@ -180,7 +180,11 @@ DECODE = (
     dataclasses.replace(_WIDE, name="64 x 2k, fp8 cache", cache="fp8_e4m3"),
     dataclasses.replace(_DEEP, name="8 x 16k, fp8 cache", cache="fp8_e4m3"),
 )
-DECODE_FLOAT32 = (Shape("8 x 2k", newest(*[2048] * 8), dtype="float32"),)
+DECODE_FLOAT32 = (
+    Shape("8 x 2k", newest(*[2048] * 8), dtype="float32"),
+    Shape("16 x 2k", newest(*[2048] * 16), dtype="float32"),
+    Shape("1 x 16k", newest(16384), dtype="float32"),
+)
 DECODE_MORE = (
     *_variants(
         _WIDE, **{"64 heads on 8": {"heads": (64, 8)}, "32 heads on 32": {"heads": (32, 32)}}, **_INVARIANT

@@ -305,7 +305,7 @@ def tile(rng: Rng) -> Sizes:
 
 
 def simt(rng: Rng) -> Sizes:
-    """simt: float32 queries, few or many."""
+    """split32 and simt: float32 queries, few or many."""
     len_q = rng.integers(0, 3, 5) if rng.random() < 0.5 else rng.integers(0, 70, 3)
     return Sizes(
         q_dtype=F32,

@@ -75,23 +75,27 @@ def test_writes_at_the_end(torch: Any, pool: Any, rng: np.random.Generator) -> N
     assert_same_bits(frontend.array(written), frontend.array(key), "cache")
 
 
-def test_float32_keys_at_the_end(torch: Any, pool: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("queries", "engine"), [(1, "split32"), (70, "simt")])
+def test_float32_keys_at_the_end(
+    torch: Any, pool: Any, rng: np.random.Generator, queries: int, engine: str
+) -> None:
     frontend = TorchFrontend("cuda")
     cache = pool[0].view(torch.float32).view(-1, 16, KV_HEADS, DIM)
     last = cache.shape[0] - 1
     small = rng.standard_normal((2, 16, KV_HEADS, DIM), np.float32)
     cache[last - 1 :] = frontend.tensor(small)
     arguments = {
-        "query": rng.standard_normal((1, HEADS, DIM), np.float32),
+        "query": rng.standard_normal((queries, HEADS, DIM), np.float32),
         "context_lens": np.array([25], np.int32),
-        "query_start_loc": np.array([0, 1], np.int32),
+        "query_start_loc": np.array([0, queries], np.int32),
         "num_seqs": np.array([1], np.int32),
     }
     tensors = {name: frontend.tensor(array) for name, array in arguments.items()}
     table = np.array([[last - 1, last]], np.int32)
-    out = frontend.fx.paged_attention(
-        kv_cache=(cache, cache), block_tables=frontend.tensor(table), scale=DIM**-0.5, **tensors
-    )
+    tensors |= {"kv_cache": (cache, cache), "block_tables": frontend.tensor(table)}
+    served = flashxla.explain("paged_attention", scale=DIM**-0.5, **tensors)
+    assert (served.many_queries if queries > 1 else served.few_queries).startswith(engine), served
+    out = frontend.fx.paged_attention(scale=DIM**-0.5, **tensors)
     expected, _ = reference.paged_attention(
         kv_cache=(small, small), block_tables=np.array([[0, 1]], np.int32), scale=DIM**-0.5, **arguments
     )

@@ -22,6 +22,8 @@ ODD = ((100, 30), (60, 0), (0, 9), (47, 47), (128, 128))  # more queries than ke
 SHORT = ((20, 60), (33, 33), (47, 150))  # too many rows for swap and split, too few queries for wide
 DECODE = ((1, 1), (1, 400), (1, 65), (1, 64))
 CHUNKS = ((20, 900), (1, 300), (130, 140))  # swap would take the first
+ONE_LONG = ((1, 5000),)
+RAGGED = ((1, 700), (1, 3), (3, 1900), (1, 0), (2, 64), (1, 129))
 SPECULATION = ((4, 100), (16, 16), (7, 330), (1, 31))
 
 # case, the engine of few queries, the engine of many queries
@@ -129,11 +131,36 @@ ENGINES = [
     (Case(DECODE, heads=(8, 2), dim=256, dtype="e4m3", cache="e4m3", page=1, descale="H"), "split", "split"),
     (Case(CHUNKS, heads=(8, 2), dim=64, dtype="bf16", page=4), "split", "wide"),
     (Case(((0, 0), (1, 0)), heads=(8, 2), dim=64, dtype="bf16"), "split", "split"),  # no keys at all
+    # split32: few float32 queries, whose keys are shared out
+    (Case(DECODE, heads=(8, 2), dim=128, page=16, sinks="f32"), "split32", "split32"),
+    (Case(ONE_LONG, heads=(32, 8), dim=128, page=16), "split32", "split32"),
+    (Case(ONE_LONG, heads=(28, 4), dim=128, page=16, sinks="f32", softcap=5.0), "split32", "split32"),
+    (Case(ONE_LONG, heads=(16, 1), dim=64, page=1, alibi="SH"), "split32", "split32"),
+    (Case(ONE_LONG, heads=(4, 4), dim=256, page=16, window=(2000, -1)), "split32", "split32"),
+    (Case(ONE_LONG, heads=(8, 2), dim=80, page=17, layout="HND", leftpad=True), "split32", "split32"),
+    (Case(RAGGED, heads=(28, 4), dim=128, page=1, pad_seqs=2, pad_tokens=3), "split32", "split32"),
+    (Case(RAGGED, heads=(8, 1), dim=80, page=16, layout="packed_NHD", window=(70, -1)), "split32", "simt"),
+    (Case(RAGGED, heads=(8, 2), dim=256, page=16, layout="stacked", alibi="H"), "split32", "split32"),
+    (Case(RAGGED, heads=(8, 2), dim=64, used=True, sinks="f32", lse=False), "split32", "split32"),
+    (Case(RAGGED, heads=(6, 2), dim=46, page=3, softcap=2.0), "split32", "split32"),  # no 16-byte vectors
+    (Case(RAGGED, heads=(8, 2), dim=128, cache="e4m3", page=16, descale="SH"), "split32", "split32"),
+    (Case(RAGGED, heads=(4, 4), dim=40, cache="u8:e5m2", page=5, descale="H"), "split32", "split32"),
+    (Case(RAGGED, heads=(4, 1), dim=256, cache="e5m2", layout="interleaved", page=8), "split32", "split32"),
+    (Case(SPECULATION, heads=(8, 2), dim=128, page=16, window=(50, -1)), "split32", "split32"),
+    (Case(SPECULATION, heads=(4, 1), dim=256, leftpad=True, causal=False), "split32", "split32"),
+    (Case(DECODE, heads=(100, 1), dim=72, page=16, alibi="SH"), "split32", "split32"),
+    (Case(((0, 0), (1, 0)), heads=(8, 2), dim=64), "split32", "split32"),  # no keys at all
     # simt
-    (Case(DECODE, heads=(8, 2), dim=128, page=16, sinks="f32"), "simt", "simt"),
-    (Case(PREFILL, dim=64, alibi="SH", softcap=5.0), "simt", "simt"),
-    (Case(PREFILL, dim=256, page=16, layout="packed_HND"), "simt", "simt"),
-    (Case(LONG, dim=40, cache="e4m3", page=17, descale="1", window=(30, 1), causal=False), "simt", "simt"),
+    (Case(PREFILL, dim=64, alibi="SH", softcap=5.0), "split32", "simt"),
+    (Case(PREFILL, dim=128, heads=(8, 2), page=16, sinks="f32"), "split32", "simt"),
+    (Case(PREFILL, dim=256, page=16, layout="packed_HND"), "split32", "simt"),
+    (Case(ODD, dim=128, page=16, sinks="f32"), "split32", "simt"),  # tiles whose rows see no key
+    (Case(ODD, heads=(8, 1), dim=80, page=1, window=(70, 9), causal=False), "split32", "simt"),
+    (
+        Case(LONG, dim=40, cache="e4m3", page=17, descale="1", window=(30, 1), causal=False),
+        "split32",
+        "simt",
+    ),
     # general: head sizes that the others do not take
     (
         Case(DECODE, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", page=16, sinks="f32"),

@@ -131,7 +131,7 @@ def fp8(rng: Rng) -> dict[str, Any]:
 
 
 def float32(rng: Rng) -> dict[str, Any]:
-    """simt."""
+    """split32 and simt."""
     base = pick(rng, few, tile)(rng)
     return {**base, "dtype": "f32", "cache": pick(rng, "same", "same", *FP8)}
 
@@ -312,7 +312,7 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "wide": (lambda f, rng: attend(f, rng, wide), ("swap", "wide")),
     "tile": (lambda f, rng: attend(f, rng, tile), ("swap", "split", "tile")),
     "fp8": (lambda f, rng: attend(f, rng, fp8), ("swap", "split", "wide", "tile")),
-    "float32": (lambda f, rng: attend(f, rng, float32), ("simt",)),
+    "float32": (lambda f, rng: attend(f, rng, float32), ("split32", "simt")),
     "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "swap", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),
     "differentiate": (differentiate, ("wide", "tile", "general")),

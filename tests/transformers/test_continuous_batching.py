@@ -53,7 +53,12 @@ def generate_batch(model: Any, **options: Any) -> dict[tuple[int, ...], list[int
 )
 def test_tokens(make_model: Make, family: str, case: str) -> None:
     model = make_model(family)
-    assert generate_batch(model, **CASES[case]) == generate_one_by_one(model)
+    options = CASES[case]
+    if family in ("mixtral", "gpt_oss"):
+        options = options | {
+            "use_cuda_graph": False
+        }  # PyTorch's products of experts in float32 cannot be captured
+    assert generate_batch(model, **options) == generate_one_by_one(model)
 
 
 def test_shared_prefixes(make_model: Make) -> None:
@@ -71,7 +76,7 @@ def test_compiled_without_a_break_or_a_copy(make_model: Make) -> None:
 
     codes: list[str] = []
     model = make_model("gemma2")  # with layers of both kinds
-    compile_config = CompileConfig(fullgraph=True, dynamic=True, mode=None)
+    compile_config = CompileConfig(fullgraph=True, dynamic=True, mode="default")
     with mock.patch.object(GraphLowering, "save_output_code", codes.append):
         got = generate_batch(model, **SMALL, varlen_compile_config=compile_config)
     assert got == generate_one_by_one(model)

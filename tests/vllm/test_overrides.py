@@ -71,24 +71,38 @@ def test_kernels_of_tpus_are_not_imported(monkeypatch):
         importlib.import_module(name).gmm_v2()
 
 
-def test_pytorch_does_not_start_cuda():
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from vllm import EngineArgs; EngineArgs(model='.')",
+        """
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        """,
+    ],
+    ids=["LLM", "serve"],
+)
+def test_pytorch_does_not_start_cuda(program):
     """As on a machine with a GPU, where Triton asks PyTorch for the current device."""
     code = """
-        import types, torch, vllm.triton_utils
+        import sys, types, torch
         started = []
         torch.cuda._lazy_init = lambda: started.append(True)
         def get_current_target():
             torch.cuda._lazy_init()
             return types.SimpleNamespace(backend="cuda")
         active = types.SimpleNamespace(get_current_target=get_current_target)
-        vllm.triton_utils.triton.runtime = types.SimpleNamespace(driver=types.SimpleNamespace(active=active))
-        from flashxla_vllm import overrides
-        overrides.on_platform()
-        overrides.on_config()
+        import triton
+        triton.runtime = types.SimpleNamespace(driver=types.SimpleNamespace(active=active))
+    """
+    after = """
+        assert "vllm.third_party.flash_linear_attention.ops.utils" in sys.modules
         from vllm.third_party.flash_linear_attention.ops import utils
         print(utils.device, started)
         torch.cuda._lazy_init()
         print(started)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    code = "".join(map(textwrap.dedent, (code, program + "\n", after)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-2:] == ["cpu []", "[True]"], done.stderr[-2000:]

@@ -12,7 +12,7 @@ namespace flashxla::attention {
 namespace {
 
 // For each role the fastest engine comes first.
-constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kWideEngine,
+constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kSimtSplitEngine, &kWideEngine,
                                       &kTileEngine, &kSimtEngine,  &kGeneralEngine};
 
 }  // namespace

@@ -33,8 +33,8 @@ struct Engine {
   flashxla_status (*launch)(const Problem& problem, void* workspace, cudaStream_t stream);
 };
 
-extern const Engine kSwapEngine, kSplitEngine, kWideEngine, kTileEngine, kSimtEngine,
-    kGeneralEngine;
+extern const Engine kSwapEngine, kSplitEngine, kSimtSplitEngine, kWideEngine, kTileEngine,
+    kSimtEngine, kGeneralEngine;
 
 // Why only the general engine can serve a call; "" if others can.
 const char* WhyOnlyGeneral(const Problem& problem);

@@ -11,22 +11,41 @@
 namespace flashxla::attention {
 namespace {
 
-template <int kDims, int kKeys, bool kFp8>
-__global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_constant__ Problem p) {
+// How a head size is computed.
+template <int kDimsOf, int kKeysOf, int kWarpsOf, bool kOneBufferOf, int kBlocksOf>
+struct Shape {
+  static constexpr int kDims = kDimsOf, kKeys = kKeysOf, kWarps = kWarpsOf;
+  static constexpr bool kOneBuffer = kOneBufferOf;
+  static constexpr int kBlocks = kBlocksOf;  // of a multiprocessor
+  static constexpr int kBytes =
+      static_cast<int>(std::max(sizeof(SimtTileShared<kDims, kKeys, kWarps, kOneBuffer>),
+                                sizeof(SimtFewShared<kDims, kWarps>)));
+};
+
+template <typename S, bool kFp8>
+__global__ void __launch_bounds__(32 * S::kWarps, S::kBlocks)
+    SimtKernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char shared[];
   // Not in registers, which the arithmetic needs.
   __shared__ __align__(16) char item_storage[sizeof(SimtItem)];
   SimtItem& item = *reinterpret_cast<SimtItem*>(item_storage);
-  using Tile = SimtTile<kDims, kKeys, kFp8>;
-  using Few = SimtFew<kDims, kFp8>;
+  using Tile = SimtTile<S::kDims, S::kKeys, S::kWarps, kFp8, S::kOneBuffer>;
+  using Few = SimtFew<S::kDims, S::kWarps, kFp8>;
+  TriggerNext();
+  WaitForPrevious();
   const int num_tiles = p.plan.totals[kRest];
   const int64_t num_items = int64_t{num_tiles} * p.num_kv_heads;
-  for (int64_t i = blockIdx.x; i < num_items; i += gridDim.x) {
+  // Each block takes an item in each round. Every other round goes in the opposite direction: the
+  // work of neighbouring items differs a little, so that all blocks get about the same.
+  bool back = false;
+  for (int64_t round = 0; round < num_items; round += gridDim.x, back = !back) {
+    const int64_t i = round + (back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (i >= num_items) continue;
     __syncthreads();         // the previous item is done
     if (threadIdx.x < 32) {  // a whole warp, for FindStart
       // Backwards: the last q tiles of a sequence see the most keys and should start first.
       const int tile = num_tiles - 1 - static_cast<int>(i / p.num_kv_heads);
-      const SimtItem found(p, tile, static_cast<int>(i % p.num_kv_heads));
+      const SimtItem found = SimtItem::OfRest(p, tile, static_cast<int>(i % p.num_kv_heads));
       if (threadIdx.x == 0) item = found;
     }
     __syncthreads();
@@ -38,17 +57,16 @@ __global__ void __launch_bounds__(kSimtThreads, 2) SimtKernel(const __grid_const
   }
 }
 
-template <int kDims, int kKeys>
-constexpr int kSharedBytes =
-    static_cast<int>(std::max(sizeof(SimtTileShared<kDims, kKeys>), sizeof(SimtFewShared<kDims>)));
-
-template <int kDims, int kKeys>
+// Launches the kernel of the first shape whose shared memory the GPU has.
+template <typename S, typename... Others>
 void Launch(const Problem& p, cudaStream_t stream) {
-  auto* kernel =
-      IsFp8(p.kv_dtype) ? SimtKernel<kDims, kKeys, true> : SimtKernel<kDims, kKeys, false>;
-  constexpr int kBytes = kSharedBytes<kDims, kKeys>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  kernel<<<2 * NumMultiprocessors(), kSimtThreads, kBytes, stream>>>(p);
+  if constexpr (sizeof...(Others) > 0) {
+    const int most = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared);
+    if (most < S::kBytes) return Launch<Others...>(p, stream);
+  }
+  auto* kernel = IsFp8(p.kv_dtype) ? SimtKernel<S, true> : SimtKernel<S, false>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  LaunchDependent(kernel, S::kBlocks * NumMultiprocessors(), 32 * S::kWarps, S::kBytes, stream, p);
 }
 
 const char* WhyNotSimt(const Facts& facts) {
@@ -59,14 +77,11 @@ const char* WhyNotSimt(const Facts& facts) {
 flashxla_status LaunchSimt(const Problem& p, void*, cudaStream_t stream) {
   if (p.plan.num_sequences == 0) return FLASHXLA_OK;
   if (p.head_size <= 64) {
-    Launch<64, 64>(p, stream);
+    Launch<Shape<64, 64, 4, false, 3>>(p, stream);
   } else if (p.head_size <= 128) {
-    Launch<128, 64>(p, stream);
-  } else if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) >=
-             kSharedBytes<256, 32>) {
-    Launch<256, 32>(p, stream);
+    Launch<Shape<128, 64, 4, false, 2>, Shape<128, 32, 4, false, 1>>(p, stream);
   } else {
-    Launch<256, 16>(p, stream);
+    Launch<Shape<256, 32, 8, true, 2>, Shape<256, 16, 8, true, 1>>(p, stream);
   }
   return FLASHXLA_OK;
 }

@@ -1,5 +1,6 @@
-// A q tile of few rows (decode) on CUDA cores. Memory bandwidth is the limit: the warps divide the
-// keys among them, read them straight from global memory, and combine their results at the end.
+// A q tile of few rows on CUDA cores, where split32 does not take it. Memory bandwidth is the
+// limit: the warps divide the keys among them, read them straight from global memory, and combine
+// their results at the end.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_FEW_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_FEW_CUH_
 
@@ -10,18 +11,18 @@ namespace flashxla::attention {
 constexpr int kFewRows = 8;        // q tiles of more rows use SimtTile
 constexpr int kFewRowsAtOnce = 4;  // the keys are read once per this many rows
 
-template <int kDims>
+template <int kDims, int kWarps>
 struct alignas(16) SimtFewShared {
   float q[kFewRows * kDims];
-  float out[kSimtWarps][kFewRowsAtOnce][kDims];  // of each warp
-  float row_max[kSimtWarps][kFewRowsAtOnce], row_sum[kSimtWarps][kFewRowsAtOnce];
+  float out[kWarps][kFewRowsAtOnce][kDims];  // of each warp
+  float row_max[kWarps][kFewRowsAtOnce], row_sum[kWarps][kFewRowsAtOnce];
   SimtRow rows[kFewRows];
 };
 
-template <int kDims, bool kFp8>
+template <int kDims, int kWarps, bool kFp8>
 class SimtFew {
  public:
-  using Shared = SimtFewShared<kDims>;
+  using Shared = SimtFewShared<kDims, kWarps>;
 
   // All threads of the block must call this. `shared` and `item` are in use until the block's next
   // barrier.
@@ -52,7 +53,7 @@ class SimtFew {
     for (int r = 0; r < kRows; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.f;
 
     // 32 keys at a time: each lane locates one.
-    for (int first = item.begin + warp * 32; first < item.end; first += kSimtWarps * 32) {
+    for (int first = item.begin + warp * 32; first < item.end; first += kWarps * 32) {
       int64_t k_offset = 0, v_offset = 0;
       const unsigned found =
           __ballot_sync(kAllLanes, item.Find(p, first + lane, &k_offset, &v_offset));
@@ -158,17 +159,16 @@ class SimtFew {
   __device__ static void Combine(const Problem& p, const SimtItem& item, int first_row,
                                  const Shared& shared) {
     const float value_scale = p.ValueScale(item.index, item.kv_head);
-    for (int i = threadIdx.x; i < kRows * kDims; i += kSimtThreads) {
+    for (int i = threadIdx.x; i < kRows * kDims; i += 32 * kWarps) {
       const int r = i / kDims, d = i % kDims;
       if (first_row + r >= item.num_rows || d >= p.head_size) continue;
       float row_max = -INFINITY;
 #pragma unroll
-      for (int warp = 0; warp < kSimtWarps; ++warp)
-        row_max = fmaxf(row_max, shared.row_max[warp][r]);
+      for (int warp = 0; warp < kWarps; ++warp) row_max = fmaxf(row_max, shared.row_max[warp][r]);
       const float base = row_max == -INFINITY ? 0.f : row_max;
       float row_sum = 0.f, out = 0.f;
 #pragma unroll
-      for (int warp = 0; warp < kSimtWarps; ++warp) {
+      for (int warp = 0; warp < kWarps; ++warp) {
         const float factor = exp2f(shared.row_max[warp][r] - base);
         row_sum += shared.row_sum[warp][r] * factor;
         out += shared.out[warp][r][d] * factor;

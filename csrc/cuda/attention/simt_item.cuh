@@ -1,4 +1,5 @@
-// The simt engine's work item, a q tile of one KV head, and loading its queries and keys.
+// The work item of the engines on CUDA cores, a q tile of one KV head, and loading its queries and
+// keys.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 
@@ -7,9 +8,6 @@
 #include "cuda/attention/warp.cuh"
 
 namespace flashxla::attention {
-
-constexpr int kSimtThreads = 256;
-constexpr int kSimtWarps = kSimtThreads / 32;
 
 // What a row sees; in shared memory. Rows past the last one see nothing.
 struct SimtRow {
@@ -23,19 +21,29 @@ struct SimtItem {
   int index, kv_head;
   int first_row, num_rows;  // a row is a query token of one head
   int begin, end;           // keys that at least one row sees
+  int begin_all, end_all;   // keys that all rows see
   float scale;              // factor of the dot products; includes log2(e) if plain
   bool plain;               // no softcap, no ALiBi
 
-  __device__ SimtItem(const Problem& p, int tile, int head)
-      : index(FindStart(p.plan.rest_starts, p.plan.num_sequences, tile)), kv_head(head) {
-    s = p.plan.sequences[index];
-    first_row = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
-    num_rows = min(kRestQTileRows, s.num_queries * p.group_size - first_row);
-    const KeyRange keys =
-        p.Visible(s, first_row / p.group_size, (first_row + num_rows - 1) / p.group_size);
+  // At most `most_rows` rows of a sequence.
+  __device__ SimtItem(const Problem& p, const PlannedSequence& sequence, int sequence_index,
+                      int head, int first, int most_rows)
+      : s(sequence), index(sequence_index), kv_head(head), first_row(first) {
+    num_rows = min(most_rows, s.num_queries * p.group_size - first_row);
+    const int first_query = first_row / p.group_size;
+    const int last_query = (first_row + num_rows - 1) / p.group_size;
+    const KeyRange keys = p.Visible(s, first_query, last_query);
     begin = keys.begin, end = keys.end;
+    begin_all = p.Visible(s, last_query).begin, end_all = p.Visible(s, first_query).end;
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     scale = p.ScoreScale(index, kv_head) * (plain ? kLog2e : 1.f);
+  }
+
+  // Tile `tile` of the list for the rest. All lanes of a warp must call it.
+  __device__ static SimtItem OfRest(const Problem& p, int tile, int head) {
+    const int index = FindStart(p.plan.rest_starts, p.plan.num_sequences, tile);
+    const int first = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
+    return SimtItem(p, p.plan.sequences[index], index, head, first, kRestQTileRows);
   }
 
   __device__ int Query(const Problem& p, int row) const { return (first_row + row) / p.group_size; }
@@ -55,10 +63,14 @@ struct SimtItem {
     return r;
   }
 
+  // The score (log2) of a row and a key that it sees, from their dot product, if `plain`. Rounded,
+  // so that it is the same whatever is computed from it.
+  __device__ float PlainScore(float dot) const { return __fmul_rn(dot, scale); }
+
   // The score (log2) of a row and key j, from their dot product; -inf if the row does not see j.
   __device__ float Score(const Problem& p, const SimtRow& row, int j, bool exists,
                          float dot) const {
-    float x = dot * scale;
+    float x = PlainScore(dot);
     if (!plain) x = p.Score(x, row.slope, int64_t{row.diagonal} - j) * kLog2e;
     return exists && j >= row.begin && j < row.end ? x : -INFINITY;
   }
@@ -75,18 +87,21 @@ struct SimtItem {
 };
 
 // Loads the item's first `num_rows` rows of queries into shared memory, kStride floats apart; zeros
-// past the head size and past the item's rows.
+// past the head size and past the item's rows. A warp takes a row.
 template <int kDims, int kStride>
 __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows, float* q) {
-  const auto* data = reinterpret_cast<const float*>(p.q.data);
-  for (int i = threadIdx.x; i < num_rows * kDims; i += kSimtThreads) {
-    const int row = i / kDims, d = i % kDims;
-    float x = 0.f;
-    if (row < item.num_rows && d < p.head_size) {
-      x = data[item.Token(p, row) * p.q.stride_token + item.Head(p, row) * p.q.stride_head +
-               d * p.q.stride_dim];
+  const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+#pragma unroll 4
+  for (int row = threadIdx.x / 32; row < num_rows; row += num_warps) {
+    const auto* from = reinterpret_cast<const float*>(p.q.data);
+    if (row < item.num_rows) {
+      from += item.Token(p, row) * p.q.stride_token + item.Head(p, row) * p.q.stride_head;
     }
-    q[row * kStride + d] = x;
+#pragma unroll
+    for (int d = lane; d < kDims; d += 32) {
+      const bool exists = row < item.num_rows && d < p.head_size;
+      q[row * kStride + d] = exists ? from[d * p.q.stride_dim] : 0.f;
+    }
   }
 }
 

@@ -1,125 +1,201 @@
-// A q tile of 64 rows on CUDA cores. Each kv tile goes through shared memory, first its keys and
-// then its values. A thread computes a 4 x kKeys/16 part of the scores and a 4 x kDims/16 part of
-// the output.
+// A q tile of 64 rows on CUDA cores. Keys and values of a kv tile go through shared memory, which
+// they reach while the products before are computed. A thread computes 8 rows (with 256 threads 4)
+// times kKeys/16 scores and kDims/16 dims: the larger its part, the less it reads for each product.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_TILE_CUH_
 
+#include "cuda/attention/key_loader.cuh"
 #include "cuda/attention/simt_item.cuh"
 
 namespace flashxla::attention {
 
-constexpr int64_t kNoKey = INT64_MIN;  // as an offset: the key does not exist
-
-template <int kDims, int kKeys>
+// kOneBuffer: keys and values take turns in one buffer, for want of shared memory.
+template <int kDims, int kKeys, int kWarps, bool kOneBuffer>
 struct alignas(16) SimtTileShared {
   // Four floats more than a power of two: neighbouring rows start in different banks.
-  static constexpr int kStride = kDims + 4, kWeightStride = kKeys + 4;
+  static constexpr int kStride = kDims + 4;
+  // The weights of a kv tile pass in parts of so many keys.
+  static constexpr int kWeightKeys = kKeys < 32 ? kKeys : 32, kWeightStride = kWeightKeys + 4;
   float q[kRestQTileRows * kStride];
-  float keys[kKeys * kStride];  // first the keys of a kv tile, then its values
+  float buffers[kOneBuffer ? 1 : 2][kKeys * kStride];  // keys, values
   float weights[kRestQTileRows * kWeightStride];
-  int64_t k_offsets[2][kKeys], v_offsets[2][kKeys];  // of this kv tile and the next
   SimtRow rows[kRestQTileRows];
+  uint32_t exist[2][kWarps];  // which keys of this kv tile and the next, as each warp loads them
 };
 
-template <int kDims, int kKeys, bool kFp8>
+template <int kDims, int kKeys, int kWarps, bool kFp8, bool kOneBuffer>
 class SimtTile {
  public:
-  using Shared = SimtTileShared<kDims, kKeys>;
+  using Shared = SimtTileShared<kDims, kKeys, kWarps, kOneBuffer>;
 
   // All threads of the block must call this. `shared` and `item` are in use until the block's next
   // barrier.
   __device__ static void Attend(const Problem& p, const SimtItem& item, Shared& shared) {
-    LoadQueries<kDims, kStride>(p, item, kRestQTileRows, shared.q);
-    if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
+    float* keys = shared.buffers[0];
+    float* values = shared.buffers[kOneBuffer ? 0 : 1];
     // Where a kv tile begins must not depend on the q tile: see batch_invariant.
     const int begin = item.begin / kKeys * kKeys;
-    FindKeys(p, item, begin, shared, 0);
-    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    KeyPlaces places = Find(p, item, begin);
+    auto load_keys = [&](int stage) {
+      places.Resolve(p);
+      if (lane == 0) shared.exist[stage][warp] = places.mask & kWarpMask;
+      StartLoad(p, p.k, places, item.kv_head, keys);
+      CommitCopies();
+    };
+    load_keys(0);
+    LoadQueries<kDims, kStride>(p, item, kRestQTileRows, shared.q);
+    if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
 
-    const int x = threadIdx.x % 16, first_row = threadIdx.x / 16 * kRows;
-    const bool idle = threadIdx.x / 32 * 2 * kRows >= item.num_rows;  // the whole warp
-    float row_max[kRows], row_sum[kRows];  // this thread's share of the sum
+    const int x = lane % 16, first_row = warp * 2 * kRows + lane / 16;
+    const bool idle = warp * 2 * kRows >= item.num_rows;  // the whole warp
+    float row_max[kRows], row_sum[kRows];                 // this thread's share of the sum
     float out[kRows][kColumns] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) row_max[i] = -INFINITY, row_sum[i] = 0.f;
 
     int stage = 0;
+#pragma unroll 1
     for (int first = begin; first < item.end; first += kKeys, stage ^= 1) {
-      LoadKeys(p, p.k, shared.k_offsets[stage], shared.keys);
-      __syncthreads();
-      FindKeys(p, item, first + kKeys, shared, stage ^ 1);
-      if (!idle) ComputeWeights(p, item, first, shared, stage, x, first_row, row_max, row_sum, out);
-      __syncthreads();  // all have used the keys
-      const float probe = LoadKeys(p, p.v, shared.v_offsets[stage], shared.keys);
-      const bool has_nonfinite = __syncthreads_or(!(probe == 0.f));
-      const int num_keys = min(kKeys, item.end - first);
-      if (!idle) {
-        has_nonfinite ? AddValues<true>(shared, num_keys, x, first_row, out)
-                      : AddValues<false>(shared, num_keys, x, first_row, out);
+      auto load_values = [&] {
+        StartLoad(p, p.v, places, item.kv_head, values);
+        CommitCopies();
+        places = Find(p, item, first + kKeys);  // used when the next keys are loaded
+      };
+      WaitCopies<0>();
+      __syncthreads();  // the keys are there; all have used the values before
+      if (!kOneBuffer) load_values();
+      float score[kRows][kKeysEach] = {};
+      if (!idle) Multiply(p, shared.q, keys, x, first_row, score);
+      if (kOneBuffer) {
+        __syncthreads();  // all have used the keys
+        load_values();
       }
-      __syncthreads();  // all have used the values
+      if (!idle) {
+        AddScores(p, item, first, shared, stage, x, first_row, score, row_max, row_sum, out);
+      }
+      WaitCopies<0>();
+      const float probe = Probe(p, values);
+      // The values are there; all have used the keys.
+      const bool has_nonfinite = __syncthreads_or(!(probe == 0.f));
+      const bool more = first + kKeys < item.end;
+      if (!kOneBuffer && more) load_keys(stage ^ 1);
+      if (!idle) {
+        const int num_keys = min(kKeys, item.end - first);
+        has_nonfinite ? AddValues<true>(shared, values, num_keys, x, first_row, score, out)
+                      : AddValues<false>(shared, values, num_keys, x, first_row, score, out);
+      }
+      if (kOneBuffer && more) {
+        __syncthreads();  // all have used the values
+        load_keys(stage ^ 1);
+      }
     }
+    WaitCopies<0>();  // if no row sees a key, nobody has waited for the first ones
     if (!idle) Store(p, item, x, first_row, row_max, row_sum, out);
   }
 
  private:
-  static constexpr int kRows = kRestQTileRows / 16, kColumns = kDims / 16, kParts = kColumns / 4;
+  // A warp has 2 kRows rows; a half of its lanes has every other one.
+  static constexpr int kRows = kRestQTileRows / kWarps / 2, kKeysEach = kKeys / 16;
+  static constexpr int kColumns = kDims / 16, kParts = kColumns / 4;
   static constexpr int kStride = Shared::kStride, kWeightStride = Shared::kWeightStride;
-  static_assert(kSimtThreads == 16 * 16 && kKeys % 16 == 0 && kDims % 64 == 0);
+  static constexpr int kWeightKeys = Shared::kWeightKeys;
+  // A warp loads so many keys.
+  static constexpr int kLoads = kKeys / kWarps;
+  static constexpr uint32_t kWarpMask = (1u << kLoads) - 1;
+  static constexpr int kChunks = kDims / 4, kAcross = kChunks < 32 ? kChunks : 32;
+  static constexpr int kLoadsAtOnce = 32 / kAcross;
+  static_assert(kKeys % 16 == 0 && kDims % 64 == 0 && kLoads <= kSliceKeys &&
+                kLoads % kLoadsAtOnce == 0);
 
-  __device__ static void FindKeys(const Problem& p, const SimtItem& item, int first, Shared& shared,
-                                  int stage) {
-    if (threadIdx.x >= kKeys) return;
-    int64_t k = kNoKey, v = kNoKey;
-    item.Find(p, first + static_cast<int>(threadIdx.x), &k, &v);
-    shared.k_offsets[stage][threadIdx.x] = k;
-    shared.v_offsets[stage][threadIdx.x] = v;
+  // The places of the keys that this warp loads, of the kv tile that starts at key `first`.
+  __device__ static KeyPlaces Find(const Problem& p, const SimtItem& item, int first) {
+    Sequence seen = item.s;
+    seen.first_key = item.begin, seen.num_keys = item.end;
+    return KeyPlaces::Find(p, seen, item.index,
+                           first + static_cast<int>(threadIdx.x) / 32 * kLoads);
   }
 
-  // Loads keys or values into shared memory, zeros for those that do not exist. Returns 0 if all
-  // numbers that this thread loaded are finite, else NaN.
-  __device__ static float LoadKeys(const Problem& p, const Cache& c, const int64_t* offsets,
-                                   float* to) {
-    constexpr int kChunks = kDims / 4, kAtOnce = kSimtThreads / kChunks, kUnroll = 4;
-    static_assert(kKeys % (kAtOnce * kUnroll) == 0);
-    const int d = threadIdx.x % kChunks * 4;
-    float probe = 0.f;
-#pragma unroll 1
-    for (int first = threadIdx.x / kChunks; first < kKeys; first += kAtOnce * kUnroll) {
-      float4 x[kUnroll];
+  // Calls body(key, dim) for what this lane loads: 4 dims of the keys of its warp. All lanes.
+  template <typename Body>
+  __device__ static void ForEachChunk(Body&& body) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int64_t offset = offsets[first + i * kAtOnce];
+    for (int n = 0; n < kLoads; n += kLoadsAtOnce) {
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kAcross) body(n + lane / kAcross, (c + lane % kAcross) * 4);
+    }
+  }
+
+  // Starts to load this warp's keys or values into shared memory; zeros for those that do not
+  // exist.
+  __device__ static void StartLoad(const Problem& p, const Cache& c, const KeyPlaces& places,
+                                   int kv_head, float* to) {
+    const int64_t offset = places.OffsetIn(c) + kv_head * c.stride_head;
+    to += threadIdx.x / 32 * kLoads * kStride;
+    if (kFp8 || !p.kv_vectors) return LoadFloats(p, c, offset, places.mask, to);
+    const uint32_t address = SharedAddress(to);
+    ForEachChunk([&](int key, int d) {
+      const int64_t from = __shfl_sync(kAllLanes, offset, key);
+      if (d >= p.head_size) return;
+      CopyAsync16(address + (key * kStride + d) * 4, c.data + (from + d) * 4,
+                  (places.mask >> key) & 1);
+    });
+  }
+
+  // The same through registers: fp8, which is widened, and any strides.
+  __device__ static void LoadFloats(const Problem& p, const Cache& c, int64_t offset, uint32_t mask,
+                                    float* to) {
+    constexpr int kEach = kLoads * kChunks / 32, kBest = kFp8 ? 8 : 4;  // of a lane; on their way
+    constexpr int kAtOnce = kEach < kBest ? kEach : kBest, kPieces = kChunks / kAcross;
+    static_assert(kEach % kAtOnce == 0);
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int base = 0; base < kEach; base += kAtOnce) {
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int key = (base + i) / kPieces * kLoadsAtOnce + lane / kAcross;
+        const int d = ((base + i) % kPieces * kAcross + lane % kAcross) * 4;
+        const int64_t from = __shfl_sync(kAllLanes, offset, key);
         x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (offset != kNoKey) x[i] = LoadFour<kFp8>(p, c, offset, d);
+        if ((mask >> key) & 1) x[i] = LoadFour<kFp8>(p, c, from, d);
       }
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        *reinterpret_cast<float4*>(to + (first + i * kAtOnce) * kStride + d) = x[i];
-        probe = fmaf(0.f, x[i].x, fmaf(0.f, x[i].y, fmaf(0.f, x[i].z, fmaf(0.f, x[i].w, probe))));
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int key = (base + i) / kPieces * kLoadsAtOnce + lane / kAcross;
+        const int d = ((base + i) % kPieces * kAcross + lane % kAcross) * 4;
+        *reinterpret_cast<float4*>(to + key * kStride + d) = x[i];
       }
     }
+  }
+
+  // 0 if all numbers that this lane has loaded are finite, else NaN.
+  __device__ static float Probe(const Problem& p, const float* values) {
+    values += threadIdx.x / 32 * kLoads * kStride;
+    __syncwarp();
+    float probe = 0.f;
+    ForEachChunk([&](int key, int d) {
+      if (d >= p.head_size) return;
+      const float4 v = *reinterpret_cast<const float4*>(values + key * kStride + d);
+      probe = fmaf(0.f, v.x, fmaf(0.f, v.y, fmaf(0.f, v.z, fmaf(0.f, v.w, probe))));
+    });
     return probe;
   }
 
-  // Computes the scores of the kv tile that starts at key `first`, updates the online softmax, and
-  // stores the weights. A warp reads only weights that it has stored itself.
-  __device__ static void ComputeWeights(const Problem& p, const SimtItem& item, int first,
-                                        Shared& shared, int stage, int x, int first_row,
-                                        float (&row_max)[kRows], float (&row_sum)[kRows],
-                                        float (&out)[kRows][kColumns]) {
-    constexpr int kKeysEach = kKeys / 16;
-    float score[kRows][kKeysEach] = {};
+  // The dot products with keys x, x + 16, ... of the kv tile.
+  __device__ static void Multiply(const Problem& p, const float* queries, const float* keys, int x,
+                                  int first_row, float (&score)[kRows][kKeysEach]) {
 #pragma unroll 2
     for (int d = 0; d < p.head_size; d += 4) {
       float4 q[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        q[i] = *reinterpret_cast<const float4*>(shared.q + (first_row + i) * kStride + d);
+        q[i] = *reinterpret_cast<const float4*>(queries + (first_row + 2 * i) * kStride + d);
       }
 #pragma unroll
       for (int j = 0; j < kKeysEach; ++j) {
-        const float4 k = *reinterpret_cast<const float4*>(shared.keys + (x + 16 * j) * kStride + d);
+        const float4 k = *reinterpret_cast<const float4*>(keys + (x + 16 * j) * kStride + d);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           score[i][j] = fmaf(q[i].x, k.x, score[i][j]);
@@ -129,57 +205,106 @@ class SimtTile {
         }
       }
     }
-    bool exists[kKeysEach];
+  }
+
+  // Turns dot products into weights and updates the online softmax.
+  __device__ static void AddScores(const Problem& p, const SimtItem& item, int first,
+                                   const Shared& shared, int stage, int x, int first_row,
+                                   float (&score)[kRows][kKeysEach], float (&row_max)[kRows],
+                                   float (&row_sum)[kRows], float (&out)[kRows][kColumns]) {
+    bool all_exist = true;
 #pragma unroll
-    for (int j = 0; j < kKeysEach; ++j) exists[j] = shared.k_offsets[stage][x + 16 * j] != kNoKey;
+    for (int w = 0; w < kWarps; ++w) all_exist = all_exist && shared.exist[stage][w] == kWarpMask;
+    // Whether every row sees every key, as in most kv tiles.
+    const bool all_seen = all_exist && item.plain && first >= item.begin_all &&
+                          int64_t{first} + kKeys <= item.end_all;
+    if (all_seen) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const SimtRow row = shared.rows[first_row + i];
-      float new_max = -INFINITY;
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeysEach; ++j) score[i][j] = item.PlainScore(score[i][j]);
+      }
+    } else {
+      bool exists[kKeysEach];
 #pragma unroll
       for (int j = 0; j < kKeysEach; ++j) {
-        score[i][j] = item.Score(p, row, first + x + 16 * j, exists[j], score[i][j]);
-        new_max = fmaxf(new_max, score[i][j]);
+        const int key = x + 16 * j;
+        exists[j] = (shared.exist[stage][key / kLoads] >> (key % kLoads)) & 1;
       }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const SimtRow row = shared.rows[first_row + 2 * i];
+#pragma unroll
+        for (int j = 0; j < kKeysEach; ++j) {
+          score[i][j] = item.Score(p, row, first + x + 16 * j, exists[j], score[i][j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float new_max = row_max[i];
+#pragma unroll
+      for (int j = 0; j < kKeysEach; ++j) new_max = fmaxf(new_max, score[i][j]);
 #pragma unroll
       for (int lanes = 8; lanes > 0; lanes /= 2) {
         new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, lanes));
       }
-      new_max = fmaxf(new_max, row_max[i]);
       const float base = new_max == -INFINITY ? 0.f : new_max;
-      const float factor = exp2f(row_max[i] - base);
-      row_max[i] = new_max;
-      row_sum[i] *= factor;
+      if (__any_sync(kAllLanes, new_max != row_max[i])) {
+        const float factor = exp2f(row_max[i] - base);
+        row_max[i] = new_max;
+        row_sum[i] *= factor;
 #pragma unroll
-      for (int j = 0; j < kKeysEach; ++j) {
-        const float weight = exp2f(score[i][j] - base);
-        row_sum[i] += weight;
-        shared.weights[(first_row + i) * kWeightStride + x + 16 * j] = weight;
+        for (int c = 0; c < kColumns; ++c) out[i][c] *= factor;
       }
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) out[i][c] *= factor;
+      for (int j = 0; j < kKeysEach; ++j) {
+        score[i][j] = exp2f(score[i][j] - base);
+        row_sum[i] += score[i][j];
+      }
     }
   }
 
-  // With kGuard, skips values of weight 0, which may be NaN or infinite.
+  // Adds the weighted values. A warp reads only weights that it has stored itself. With kGuard,
+  // skips values of weight 0, which may be NaN or infinite.
   template <bool kGuard>
-  __device__ static void AddValues(const Shared& shared, int num_keys, int x, int first_row,
+  __device__ static void AddValues(Shared& shared, const float* values, int num_keys, int x,
+                                   int first_row, const float (&score)[kRows][kKeysEach],
                                    float (&out)[kRows][kColumns]) {
+#pragma unroll
+    for (int part = 0; part < kKeys / kWeightKeys; ++part) {
+      __syncwarp();  // the part before was read
+#pragma unroll
+      for (int j = 0; j < kWeightKeys / 16; ++j) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          shared.weights[(first_row + 2 * i) * kWeightStride + x + 16 * j] =
+              score[i][part * (kWeightKeys / 16) + j];
+        }
+      }
+      __syncwarp();
+      AddPart<kGuard>(shared.weights + first_row * kWeightStride,
+                      values + part * kWeightKeys * kStride + x * 4,
+                      min(kWeightKeys, num_keys - part * kWeightKeys), out);
+    }
+  }
+
+  template <bool kGuard>
+  __device__ static void AddPart(const float* weights, const float* values, int num_keys,
+                                 float (&out)[kRows][kColumns]) {
 #pragma unroll 1
     for (int k = 0; k < num_keys; k += 4) {
       float weight[kRows][4];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float4 w =
-            *reinterpret_cast<const float4*>(shared.weights + (first_row + i) * kWeightStride + k);
+        const float4 w = *reinterpret_cast<const float4*>(weights + 2 * i * kWeightStride + k);
         weight[i][0] = w.x, weight[i][1] = w.y, weight[i][2] = w.z, weight[i][3] = w.w;
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          const float4 v =
-              *reinterpret_cast<const float4*>(shared.keys + (k + j) * kStride + part * 64 + x * 4);
+          const float4 v = *reinterpret_cast<const float4*>(values + (k + j) * kStride + part * 64);
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             if (kGuard && weight[i][j] == 0.f) continue;
@@ -200,11 +325,12 @@ class SimtTile {
     const float value_scale = p.ValueScale(item.index, item.kv_head);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      const int row = first_row + 2 * i;
       float total = row_sum[i];
 #pragma unroll
       for (int lanes = 8; lanes > 0; lanes /= 2) total += __shfl_xor_sync(kAllLanes, total, lanes);
-      if (first_row + i >= item.num_rows) continue;
-      const int token = item.Token(p, first_row + i), head = item.Head(p, first_row + i);
+      if (row >= item.num_rows) continue;
+      const int token = item.Token(p, row), head = item.Head(p, row);
       const float2 end = FinishRow(row_max[i], total, p.Sink(head));
       const float factor = end.x * value_scale;
       if (x == 0) p.StoreLse(token, head, end.y);

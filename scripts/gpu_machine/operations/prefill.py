@@ -1,6 +1,7 @@
-"""prefill.py TABLE...: how fast FlashAttention of a long prompt is, in CUDA graphs, beside a matrix product of PyTorch.
+"""prefill.py TABLE...: how fast FlashAttention of prompts is, in CUDA graphs, beside a matrix product of PyTorch.
 
-time: each kind of call, us and TFLOP/s. ab: a line of plain calls, to be compared with another library's.
+time: each kind of call with a long prompt, us and TFLOP/s. short: plain calls of several prompts. ab: a line of plain
+calls, to be compared with another library's. one SEQUENCESxTOKENS: some calls without a graph, for a profiler.
 """
 
 from __future__ import annotations
@@ -16,22 +17,30 @@ import torch
 import flashxla.torch as fx
 
 BF16, F16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
-TOKENS = 8192
 
 
 class Shape(NamedTuple):
-    """Heads of queries and of keys, and their size."""
+    """Heads of queries and of keys, and their size; how many prompts of how many tokens."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    sequences: int = 1
+    tokens: int = 8192
 
     def flops(self) -> float:
         """Of a causal call: half of the scores are seen."""
-        return 2 * self.heads * self.head_dim * TOKENS**2
+        return 2 * self.heads * self.head_dim * self.sequences * self.tokens**2
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} d{self.head_dim} {self.sequences}x{self.tokens}"
 
 
-SHAPES = (Shape(32, 8, 128), Shape(32, 8, 64), Shape(16, 4, 256))
+SHAPES = (Shape(), Shape(head_dim=64), Shape(16, 4, 256))
+SHORT = tuple(
+    Shape(sequences=sequences, tokens=tokens)
+    for sequences, tokens in ((64, 128), (16, 512), (4, 2048), (1, 512), (1, 1024), (1, 2048), (1, 4096))
+)
 
 
 class Kind(NamedTuple):
@@ -59,30 +68,32 @@ KINDS = (
 
 
 def call(shape: Shape, kind: Kind) -> Callable[[], object]:
-    """A call of one sequence with random values, its pages shuffled."""
+    """A call with random values, its pages shuffled."""
+    tokens = shape.sequences * shape.tokens
+    bounds = [shape.tokens * i for i in range(shape.sequences + 1)]
 
     def random(heads: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(TOKENS, heads, shape.head_dim, device="cuda").to(dtype)
+        return torch.randn(tokens, heads, shape.head_dim, device="cuda").to(dtype)
 
     def ints(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
     arguments: dict[str, Any] = {
         "q": random(shape.heads, kind.queries),
-        "cu_seqlens_q": ints([0, TOKENS]),
-        "max_seqlen_q": TOKENS,
-        "max_seqlen_k": TOKENS,
+        "cu_seqlens_q": ints(bounds),
+        "max_seqlen_q": shape.tokens,
+        "max_seqlen_k": shape.tokens,
         "causal": True,
     }
     k, v = (random(shape.kv_heads, kind.cache) for _ in range(2))
     if kind.page is None:
-        arguments |= {"k": k, "v": v, "cu_seqlens_k": ints([0, TOKENS])}
+        arguments |= {"k": k, "v": v, "cu_seqlens_k": ints(bounds)}
     else:
         # Values are random, so pages of any order do.
         pages = (-1, kind.page, shape.kv_heads, shape.head_dim)
-        order = torch.randperm(TOKENS // kind.page, device="cuda").int()
-        arguments |= {"k": k.view(pages), "v": v.view(pages), "block_table": order[None]}
-        arguments |= {"seqused_k": ints([TOKENS])}
+        order = torch.randperm(tokens // kind.page, device="cuda").int()
+        arguments |= {"k": k.view(pages), "v": v.view(pages), "block_table": order.view(shape.sequences, -1)}
+        arguments |= {"seqused_k": ints([shape.tokens] * shape.sequences)}
     if "alibi" in kind.options:
         arguments["alibi_slopes"] = torch.rand(shape.heads, device="cuda") * 0.1
     if "softcap" in kind.options:
@@ -123,28 +134,46 @@ def table_time() -> None:
         for kind in KINDS:
             slow = shape.head_dim == 256 and kind.name == "fp8"
             us = microseconds(call(shape, kind), 3 if slow else 10)
-            row = f"{shape.heads}/{shape.kv_heads} d{shape.head_dim} {kind.name}"
-            print(f"{row}: {us:.0f} us {shape.flops() / us / 1e6:.0f} TFLOP/s", flush=True)
+            print(f"{shape} {kind.name}: {us:.0f} us {shape.flops() / us / 1e6:.0f} TFLOP/s", flush=True)
     print(f"ceiling {ceiling():.0f} TFLOP/s")
 
 
 def table_ab() -> None:
     """Plain calls, TFLOP/s; measured twice, as the first brings the clock to where it stays."""
     line = []
-    for shape in SHAPES:
+    for shape in SHAPES + SHORT[:3]:
         for kind in KINDS[:2]:
             function = call(shape, kind)
             microseconds(function, 10)
             us = microseconds(function, 10, 9)
-            line.append(f"d{shape.head_dim} {kind.name} {shape.flops() / us / 1e6:.0f}")
+            line.append(f"{shape} {kind.name} {shape.flops() / us / 1e6:.0f}")
     print(", ".join(line), f"TFLOP/s; ceiling {ceiling():.0f}")
 
 
-TABLES = {"time": table_time, "ab": table_ab}
+def table_short() -> None:
+    """Prompts that a thread block is soon done with."""
+    for shape in SHORT:
+        for kind in KINDS[:2]:
+            us = microseconds(call(shape, kind), 20)
+            print(f"{shape} {kind.name}: {us:.1f} us {shape.flops() / us / 1e6:.0f} TFLOP/s", flush=True)
+
+
+def one(prompts: str) -> None:
+    """Four calls with pages of 16."""
+    sequences, tokens = map(int, prompts.split("x"))
+    function = call(Shape(sequences=sequences, tokens=tokens), KINDS[1])
+    for _ in range(4):
+        function()
+    torch.cuda.synchronize()
+
+
+TABLES = {"time": table_time, "short": table_short, "ab": table_ab}
 
 
 def main() -> None:
     """Print the tables that are asked for."""
+    if sys.argv[1:2] == ["one"]:
+        return one(sys.argv[2])
     if not sys.argv[1:] or not set(sys.argv[1:]) <= set(TABLES):
         raise SystemExit(__doc__)
     for name in sys.argv[1:]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer prefill compare
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer prefill short compare profile
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
 name=operations
 . "$(dirname "$0")/running.sh"
@@ -17,6 +17,15 @@ stage_sanitizer() {
     "$PYTHON" -m tests.cuda.smoke "${SEED:-$RANDOM}" "${CALLS:-45}"
 }
 stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
+stage_short() { shown 20 60 short "$PYTHON" "$here/prefill.py" short; }
+stage_profile() {  # by ncu: a report of the engine wide for each of CASES, and its instructions with their samples
+  local each
+  for each in ${CASES:-64x128 16x512}; do
+    limited 60 "profile-$each" ncu --set full -k regex:WideKernel -s 2 -c 1 -f -o "$OUT/wide-$each" "$PYTHON" "$here/prefill.py" one "$each" || return 1
+    ncu -i "$OUT/wide-$each.ncu-rep" --page details > "$OUT/wide-$each.txt"
+    ncu -i "$OUT/wide-$each.ncu-rep" --page source --csv > "$OUT/wide-$each.csv"
+  done
+}
 stage_compare() {  # in turns: a GPU's clock drifts
   local library=$RUN/src/flashxla/lib/libflashxla_cuda.so round which code=0
   [ -f "$here/base.xz" ] || { echo "no base.xz: pack with BASE_LIBRARY"; return 1; }

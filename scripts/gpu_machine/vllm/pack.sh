@@ -8,7 +8,7 @@ own=${1:-}
 no_arguments "$@"
 begin vllm
 environment .venv-vllm vllm
-cp "$tools/vllm/start.py" "$pack/"
+cp "$tools"/vllm/{start,kernels}.py "$pack/"
 if [ -z "$own" ]; then
   .venv-vllm/bin/python "$tools/carry.py" "$(site_packages .venv-vllm)" "$work/site" --leave "$tools/machine.txt" "$tools/vllm/left.txt"
   # tokamax imports xprof (98 MB), and uses it for profiles alone.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: vLLM 0.33 with flashxla. Stages: tokens warm bench doctor
+# run.sh STAGE...: vLLM 0.33 with flashxla. Stages: tokens warm bench kernels doctor
 # OUT=FOLDER LIMIT=570 BENCH_SECONDS=330; JAX_PLATFORMS=cpu QUICK=1: small settings on a CPU
 name=vllm
 . "$(dirname "$0")/running.sh"
@@ -29,6 +29,7 @@ stage_warm() { shown 180 300 warm "$PYTHON" "$here/start.py" ${QUICK:+--quick}; 
 stage_bench() {
   shown 60 "${BENCH_SECONDS:-330}" bench "$PYTHON" -m flashxla bench vllm ${QUICK:+--quick --device cpu} --json "$OUT/bench.json"
 }
+stage_kernels() { shown 120 200 kernels "$PYTHON" "$here/kernels.py" ${QUICK:+--quick}; }
 stage_doctor() { shown 60 150 doctor "$PYTHON" -m flashxla doctor; }
 
 begin "$@"

@@ -62,7 +62,11 @@ def _over_pages(
     # Where nothing is in the cache yet, there is nothing to read: all keys are new ones.
     read = layer.read if layer.read.numel() else layer.write
     blocks, lengths, sequences = once(
-        read, ("pages", longest, layer.size), lambda: _blocks(read, offsets, longest, layer)
+        read,
+        ("pages", longest, layer.size),
+        lambda: _blocks(read, offsets, longest, layer),
+        # In transformers 5.6 each layer has a place of its own and is a first one.
+        first=layer.place == 0,
     )
     return fx.ragged_paged_attention(
         query,

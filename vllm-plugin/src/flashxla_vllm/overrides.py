@@ -132,6 +132,27 @@ def no_compiler_options_of_tpus() -> None:
     _replace(module, "get_sampling_compiler_options", dict)
 
 
+@_override(_PLATFORM, "vllm.third_party.flash_linear_attention.ops.utils:get_available_device")
+def cuda_is_left_to_jax() -> None:
+    """Where PyTorch is built with CUDA, this module starts it when it is imported, to ask for the name of the device.
+    That takes memory of JAX, and a process that has it cannot fork an engine: a new process imports everything again,
+    for a quarter of a minute. The module takes a RuntimeError for "no such device".
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        return
+    name, original = "vllm.third_party.flash_linear_attention.ops.utils", torch.cuda._lazy_init
+
+    def lazy_init() -> None:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module.__spec__, "_initializing", False):
+            raise RuntimeError("flashxla: CUDA is left to JAX")
+        original()
+
+    torch.cuda._lazy_init = lazy_init
+
+
 # --- before a configuration is checked --------------------------------------------------------------------------------
 
 
@@ -143,29 +164,6 @@ def models_inspected_in_this_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
-
-
-@_override(_CONFIG, "vllm.third_party.flash_linear_attention.ops.utils:get_available_device")
-def cuda_is_left_to_jax() -> None:
-    """Where PyTorch is built with CUDA, this module of models starts it, to ask for the name of the device. That takes
-    memory of JAX, and a process that has it cannot fork an engine: a new process imports everything again, for
-    a quarter of a minute. The module takes a RuntimeError for "no such device".
-    """
-    import torch
-
-    def refuse() -> None:
-        raise RuntimeError("flashxla: CUDA is left to JAX")
-
-    if torch.cuda.is_initialized():
-        return
-    original, torch.cuda._lazy_init = torch.cuda._lazy_init, refuse
-    try:
-        __import__("vllm.third_party.flash_linear_attention.ops.utils")
-    finally:
-        torch.cuda._lazy_init = original
-
-
-_WORKER.append(cuda_is_left_to_jax)  # an engine's process that is spawned
 
 
 @_override(_CONFIG, "vllm.model_executor.layers.quantization.mxfp4:Mxfp4Config.get_supported_act_dtypes")

@@ -2,7 +2,7 @@
 
 torchax runs a model's Python once for each program, layer by layer: most of the time that a warm start takes.
 Products with weights, norms, activations and rotary embeddings are pure functions of their tensors and settings: each
-is traced by jax.jit on its first call, and the other layers use that trace.
+is traced by jax.jit on its first call, and the other layers use that trace. Norms differ from vLLM's in one rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-PURE = (RMSNorm, GemmaRMSNorm, SiluAndMul, GeluAndMul, RotaryEmbeddingBase)
+NORMS = (RMSNorm, GemmaRMSNorm)
+PURE = (*NORMS, SiluAndMul, GeluAndMul, RotaryEmbeddingBase)
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # What every module has and no result depends on.
 _OF_MODULES = {*torch.nn.Module().__dict__, "_forward_method", "_enforce_enable"}
@@ -69,6 +70,21 @@ def linear(
     return out
 
 
+def norm(op: CustomOp, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    """A norm of x, or of x + residual, with that sum.
+
+    vLLM adds in float32, and rounds the sum for the next layer. XLA sees that the rounded sum is widened again, leaves
+    out both, and has the float32 sums of all layers go through memory. Rounding before the norm, as transformers does,
+    is half of that; the barrier keeps XLA from leaving it out.
+    """
+    if residual is None:
+        return op._forward_method(x)
+    if x.dtype == torch.float32:
+        return op._forward_method(x, residual)
+    total = torch_view(jax.lax.optimization_barrier(jax_view(x + residual)))
+    return op._forward_method(total), total
+
+
 class _Call(torch.nn.Module):
     """What functional_call can call of an op: its forward_native and the like, below `forward`."""
 
@@ -77,6 +93,8 @@ class _Call(torch.nn.Module):
         self.op = op
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.op, NORMS):
+            return norm(self.op, *args, **kwargs)
         return self.op._forward_method(*args, **kwargs)
 
 
