@@ -45,6 +45,12 @@ def smoothed(row: Mapping[str, Any], field: str) -> list[tuple[int, float]]:
     return [(end, statistics.fmean(values[max(0, end - SMOOTHED) : end])) for end in ends]
 
 
+def distance(row: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Of two curves of the plot: the largest one."""
+    pairs = zip(smoothed(row, "losses"), smoothed(other, "losses"), strict=True)
+    return max(abs(a - b) for (_, a), (_, b) in pairs)
+
+
 def draw(found: Mapping[str, Any], path: str) -> None:
     """Losses over the steps and over time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
@@ -54,11 +60,11 @@ def draw(found: Mapping[str, Any], path: str) -> None:
     FigureCanvasAgg(figure)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     rows = found["results"]["training"]
-    for row in rows:
-        # The first one is the widest: it shows behind those that lie on it.
+    # Falling widths: the first ones show behind those that lie on them.
+    for row, width in zip(rows, (5, 2, 0.8), strict=False):
         first = row is rows[0]
-        style = {"color": COLOURS[row["attention"]], "label": row["attention"]}
-        style |= {"linewidth": 4, "alpha": 0.45} if first else {"linewidth": 1}
+        style = {"color": COLOURS[row["attention"]], "label": row["attention"], "linewidth": width}
+        style |= {"alpha": 0.45} if first else {}
         steps, losses = zip(*smoothed(row, "losses"), strict=True)
         minutes = [sum(row["step_seconds"][:step]) / 60 for step in steps]
         for axis, places in ((by_step, steps), (by_time, minutes)):
@@ -83,13 +89,13 @@ def table(found: Mapping[str, Any]) -> str:
     """Of docs/training.md: times and losses, and how far each is from the first."""
     ours, *_ = rows = found["results"]["training"]
     lines = [
-        "| attention | a step | all steps | ratio | loss, last 100 steps | held-out documents |",
-        "|---|---|---|---|---|---|",
+        "| attention | a step | all steps | ratio | loss, last 100 steps | held-out documents | curves' distance |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
             f"| {row['attention']} | {row['median_step_seconds']:.3f} s | {row['seconds'] / 60:.1f} minutes "
             f"| {row['seconds'] / ours['seconds']:.2f} | {statistics.fmean(row['losses'][-100:]):.3f} "
-            f"| {row['validation'][-1]['loss']:.3f} |"
+            f"| {row['validation'][-1]['loss']:.3f} | {'-' if row is ours else f'{distance(row, ours):.3f}'} |"
         )
     return "\n".join(lines)

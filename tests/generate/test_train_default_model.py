@@ -133,9 +133,11 @@ def test_the_page_says_what_was_measured() -> None:
     found = json.loads(CURVE.read_text())
     assert curve.table(found) in page
     assert found["command"] in page
+    assert found["machine"]["cpu"] in page
     ours, *others = found["results"]["training"]
     assert ours["attention"] == "flashxla"
     assert all(row["seconds"] > ours["seconds"] for row in others)
+    assert f"eager's is {curve.distance(*others):.3f} from sdpa's" in page
 
 
 def test_the_loss_of_the_card(text: data.Data) -> None:
