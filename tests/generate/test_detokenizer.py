@@ -63,7 +63,9 @@ def test_pieces_are_the_text(kind: str, text: str, prompt: str) -> None:
     streamed = "".join(stream(kind, prompt_tokens, tokens))
     # U+FFFD itself cannot be told from the beginning of a character, but it comes out in the end.
     assert decode(kind, prompt_tokens) + streamed == decode(kind, prompt_tokens + tokens)
-    if kind in ("bytes", "python"):
+    # A text may spell a special token, and then is one.
+    special = any(name in text for name in tokenizer(kind).all_special_tokens)
+    if kind in ("bytes", "python") and not special:
         assert streamed == text
 
 

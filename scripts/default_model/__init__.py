@@ -1,0 +1,1 @@
+"""What scripts/train_default_model.py is made of."""
