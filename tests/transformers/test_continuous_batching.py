@@ -18,10 +18,10 @@ from tests.transformers.conftest import Make
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": 257, "pad_token_id": 258}
 PROMPTS = [torch.randint(0, 250, (n,)).tolist() for n in (5, 40, 17, 3, 29, 61)]
 # Prompts are cut into chunks of at most 48 tokens. With 24 blocks of 8 the six do not all fit at once.
-SMALL = {"num_blocks": 24, "page_size": 8, "max_batch_tokens": 48}
+SMALL = {"num_blocks": 24, "page_size": 8, "max_batch_tokens": 48, "use_cuda_graph": False}
 CASES: dict[str, dict[str, Any]] = {
     "chunks": SMALL,
-    "large pages": {"num_blocks": 8, "page_size": 64, "max_batch_tokens": 256},
+    "large pages": {"num_blocks": 8, "page_size": 64, "max_batch_tokens": 256, "use_cuda_graph": False},
     "unshared": {**SMALL, "allow_block_sharing": False},
 }
 
@@ -145,3 +145,10 @@ def test_the_cache_of_transformers_5_6(window: int | None) -> None:
     torch.testing.assert_close(got[0], torch.cat(expected))
     assert torch.equal(keys[1], held[0])
     assert torch.equal(values[1], held[1])
+
+
+def test_cuda_graphs_are_refused(make_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("flashxla.transformers.continuous_batching.capturing", lambda tensor: True)
+    tokens = generate_batch(make_model("llama"), **SMALL)
+    assert not any(tokens.values())
+    assert "use_cuda_graph=False" in caplog.text

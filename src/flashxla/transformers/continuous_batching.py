@@ -13,7 +13,7 @@ import torch
 import flashxla.torch as fx
 from flashxla.transformers import paged_caches
 from flashxla.transformers.arguments import Options
-from flashxla.transformers.once import once
+from flashxla.transformers.once import capturing, once
 from flashxla.transformers.paged_caches import Layer
 
 
@@ -43,6 +43,11 @@ def attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, options: Options
 ) -> torch.Tensor:
     """Write a layer's new keys and values, and attend to each sequence's. [1, heads, T, D] -> [1, T, Hq, Dv]."""
+    if capturing(query):
+        raise ValueError(
+            'attn_implementation="flashxla": continuous batching with CUDA graphs, which transformers records by '
+            "default on a GPU, has given wrong tokens; accepted: ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
     layer = paged_caches.layer(step.cache, module.layer_idx, step.arguments)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _over_ring if layer.kind == paged_caches.SLIDING else _over_pages
@@ -65,8 +70,6 @@ def _over_pages(
         read,
         ("pages", longest, layer.size),
         lambda: _blocks(read, offsets, longest, layer),
-        # In transformers 5.6 each layer has a place of its own and is a first one.
-        first=layer.place == 0,
     )
     return fx.ragged_paged_attention(
         query,
