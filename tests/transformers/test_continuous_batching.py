@@ -53,12 +53,7 @@ def generate_batch(model: Any, **options: Any) -> dict[tuple[int, ...], list[int
 )
 def test_tokens(make_model: Make, family: str, case: str) -> None:
     model = make_model(family)
-    options = CASES[case]
-    if family in ("mixtral", "gpt_oss"):
-        options = options | {
-            "use_cuda_graph": False
-        }  # PyTorch's products of experts in float32 cannot be captured
-    assert generate_batch(model, **options) == generate_one_by_one(model)
+    assert generate_batch(model, **CASES[case]) == generate_one_by_one(model)
 
 
 def test_shared_prefixes(make_model: Make) -> None:

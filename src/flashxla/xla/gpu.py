@@ -57,11 +57,13 @@ def use_gpu(
         memory_fraction: share of the GPU's memory for XLA's allocator (XLA_CLIENT_MEM_FRACTION); XLA's default
             is 0.75.
         preallocate: take that memory at once (XLA_PYTHON_CLIENT_PREALLOCATE); XLA's default is True.
-        visible_devices: the GPUs to use, by number (JAX_CUDA_VISIBLE_DEVICES).
+        visible_devices: the GPUs to use, by number (JAX_CUDA_VISIBLE_DEVICES). With TorchTPU the others are hidden
+            from CUDA (CUDA_VISIBLE_DEVICES) where these are not the first ones.
         allocator: "default", "platform", "bfc", "cuda_async" or "vmm" (XLA_PYTHON_CLIENT_ALLOCATOR).
 
     Raises:
-        RuntimeError: PyTorch/XLA or TorchTPU has started already, or JAX's CUDA plugin is not installed.
+        RuntimeError: PyTorch/XLA or TorchTPU has started already, JAX's CUDA plugin is not installed, or CUDA runs
+            already where TorchTPU needs GPUs hidden from it.
         ValueError: an option's value.
     """
     if "torch_xla" in sys.modules and sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized():

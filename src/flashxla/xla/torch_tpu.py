@@ -20,7 +20,7 @@ from typing import Any
 
 from flashxla import install, native
 from flashxla.platforms import CPU, CUDA, Platform
-from flashxla.xla import pjrt_adapter
+from flashxla.xla import hidden_gpus, pjrt_adapter
 
 DEVICE = "tpu"
 TORCH_KEY = "PrivateUse1"  # the dispatch key of its tensors
@@ -32,6 +32,7 @@ _REGISTRIES = {CPU: "Host", CUDA: CUDA.jax_registry}
 # By which TorchTPU knows that it is in a group of processes. It takes each for a host of a TPU slice, asks for the
 # slice's topology, and ends the process where there is none. So it starts without knowing.
 _GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_DEVICES = "visible_devices"
 _started: dict[Platform, dict[str, Any]] = {}
 
 
@@ -65,7 +66,7 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
     if running != str(adapter.path):
         raise RuntimeError(f"flashxla.{function}: TorchTPU runs already, on {running}")
     _prepare_jax(platform)
-    adapter.set_options(options)
+    adapter.set_options(_numbered_from_0(function, options))
     adapter.register_ffi(native.library(platform.name).ffi_targets, _REGISTRIES[platform])
     os.environ[_LIBRARY_PATH] = str(adapter.path)
     with _of_one_process():
@@ -73,6 +74,19 @@ def start(function: str, platform: Platform, options: Mapping[str, Any]) -> None
         loader._init_device(DEVICE)  # load() would look for TPUs on the PCI bus first
     _prepare_torch(platform, adapter.plugin)
     _started[platform] = dict(options)
+
+
+def _numbered_from_0(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, and no GPU whose number is not its place: TorchTPU compiles nothing for it."""
+    devices = options.get(_DEVICES)
+    if devices is None or [*devices] == [*range(len(devices))]:
+        return dict(options)
+    hidden_gpus.hide_others(function, devices)
+    import jax
+
+    config: Any = jax.config
+    config.update("jax_cuda_visible_devices", "all")  # of those that are left
+    return {name: value for name, value in options.items() if name != _DEVICES}
 
 
 @contextlib.contextmanager
