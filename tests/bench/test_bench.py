@@ -124,6 +124,41 @@ def test_without_peers_only_ours_is_timed_but_checked():
         runner.run(broken, options)
 
 
+def test_growth(tmp_path: Path):
+    from flashxla.bench import growth
+
+    rows = run_bench(tmp_path, "growth", "--dtype", "float32")["results"]["growth"]
+    assert [(row["series"], row["size"]) for row in rows] == [
+        (series.name, size) for series in growth.SERIES for size in series.sizes["quick"]
+    ]
+    for row in rows:
+        assert row["limit"] in (growth.COPY, growth.MATMUL)
+        assert 0 < row["limit_seconds"] < row["seconds"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_growth_grows(device: str):
+    from flashxla.bench import growth
+
+    for series in growth.SERIES:
+        sizes = series.sizes[device]
+        assert len(sizes) > 2
+        assert list(sizes) == sorted(set(sizes))
+        batches = [series.batch(size) for size in sizes]
+        assert all(batch.sequences > 0 and batch.queries <= batch.keys for batch in batches)
+        assert len(set(batches)) == len(sizes)
+
+
+def test_growth_is_checked(monkeypatch: pytest.MonkeyPatch):
+    from flashxla.bench import growth
+
+    call = growth.Problem.call
+    monkeypatch.setattr(growth.Problem, "call", lambda self: call(self) + 1)
+    options = Options(dtypes=("float32",), rounds=1, quick=True, threads=torch.get_num_threads())
+    with pytest.raises(RuntimeError, match=r"growth: .* disagree"):
+        growth.run(options)
+
+
 def test_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("torch_xla")
     from flashxla.bench import strategies

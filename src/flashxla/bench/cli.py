@@ -12,9 +12,11 @@ from typing import Any
 
 from flashxla import install, output_file
 
-BACKWARD, STRATEGIES = "backward", "strategies"
+BACKWARD, STRATEGIES, GROWTH = "backward", "strategies", "growth"
 TOPICS = ("prefill", "decode", "kv_write", BACKWARD)
 VLLM = "vllm"
+# Measured by the package itself on a GPU, too, and by their names alone there.
+BY_NAME = (BACKWARD, GROWTH)
 # Measured by the study of GPUs alone; on the cpu with --quick, to see that they run.
 STUDY = ("mixed", "overhead", "plan", "step")
 TORCH, JAX = "torch", "jax"
@@ -32,12 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*TOPICS, STRATEGIES, *STUDY, VLLM, "all"),
-        help="what to measure; everything that the device has if left out. backward is gradients; on a GPU a checkout "
-        "measures them by this name alone. On the cpu alone: strategies (ways to write a cache from PyTorch/XLA). On "
-        "GPUs, from a checkout: mixed batches, overhead in a jitted program, plan (one for all layers, or one each), "
-        "step (a decode step of a model shaped as Llama 3 8B). vllm: the engine, where the plugin for vLLM is "
-        "installed (docs/vllm.md)",
+        choices=(*TOPICS, STRATEGIES, GROWTH, *STUDY, VLLM, "all"),
+        help="what to measure; everything that the device has if left out, but growth. backward is gradients; on a GPU "
+        "a checkout measures them by this name alone. growth: the time of a call as sequences, tables, contexts or "
+        "prompts grow. On the cpu alone: strategies (ways to write a cache from PyTorch/XLA). On GPUs, from a "
+        "checkout: mixed batches, overhead in a jitted program, plan (one for all layers, or one each), step (a "
+        "decode step of a model shaped as Llama 3 8B). vllm: the engine, where the plugin for vLLM is installed "
+        "(docs/vllm.md)",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also time PyTorch's and JAX's own ways, in turn with ours"
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         nargs="+",
         choices=_DTYPES,
-        help="default: float32 and bfloat16, on a GPU bfloat16; strategies and the study take the first",
+        help="default: float32 and bfloat16, on a GPU bfloat16; strategies, growth and the study take the first",
     )
     parser.add_argument("--threads", type=_positive, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -115,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     root = checkout()
     args.frontend = args.frontend or _frontend(args.name)
     args.device = args.device or ("cuda" if _sees_cuda(root, args.frontend) else "cpu")
-    in_study = root is not None and args.name != BACKWARD and (args.device == "cuda" or args.name in STUDY)
+    in_study = root is not None and args.name not in BY_NAME and (args.device == "cuda" or args.name in STUDY)
     in_study &= args.frontend == TORCH
     problem = _problem(args, root) or _unwritable(args, in_study)
     if not problem and args.only and not in_study:
@@ -206,7 +209,7 @@ def _problem(args: argparse.Namespace, root: Path | None) -> str | None:
     if args.device == "cuda":
         if args.name == STRATEGIES:
             return f"--device cuda: {args.name} runs on the cpu only"
-        study = root if args.name != BACKWARD else None
+        study = root if args.name not in BY_NAME else None
         if not _sees_cuda(study, args.frontend):
             seeing = "neither PyTorch nor JAX sees a" if study else "PyTorch sees no"
             if args.frontend == JAX:
@@ -244,6 +247,10 @@ def _measure(name: str, options: Any) -> list[dict[str, Any]]:
         from flashxla.bench import strategies
 
         return strategies.run(options)
+    if name == GROWTH:
+        from flashxla.bench import growth
+
+        return growth.run(options)
     from flashxla.bench import runner
 
     if options.frontend == JAX:

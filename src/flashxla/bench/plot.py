@@ -1,4 +1,4 @@
-"""Draws a benchmark run: bars of rates or times, and the strategies' time over the size of the cache."""
+"""Draws a benchmark run: bars of rates or times, and times over what grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from flashxla.bench.report import Row, by_line
 
 _MIB = 2**20
-_BAR_INCHES, _MARGIN_INCHES, _STRATEGIES_INCHES = 0.2, 1.1, 4.5
+_BAR_INCHES, _MARGIN_INCHES, _LINES_INCHES = 0.2, 1.1, 4.5
 _OURS, _PEERS = (
     ("#1b6ca8", "#4a9bd1", "#8cc3e6", "#bcdcf0", "#0f3f66"),
     ("#e07b39", "#f2b441", "#9c9c9c", "#6b8e5a"),
@@ -24,13 +24,15 @@ def draw(content: Mapping[str, Any], path: str) -> None:
     panels = [(name, rows) for name, rows in _panels(content["results"]) if rows]
     if not panels:
         return
-    heights = [_STRATEGIES_INCHES if "mode" in rows[0] else _bars_inches(rows) for _, rows in panels]
+    heights = [_bars_inches(rows) if "contender" in rows[0] else _LINES_INCHES for _, rows in panels]
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axis, (name, rows) in zip(axes, panels, strict=True):
         if "mode" in rows[0]:
             _draw_strategies(axis, rows)
+        elif "series" in rows[0]:
+            _draw_growth(axis, rows)
         else:
             _draw_bars(axis, rows, content.get("ceilings", {}))
         axis.set_title(name)
@@ -110,3 +112,17 @@ def _draw_strategies(axis: Axes, rows: list[Row]) -> None:
     axis.set_ylabel("ms a write")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
+
+
+def _draw_growth(axis: Axes, rows: list[Row]) -> None:
+    """Time over size, a line a series; dashed: what the run's rates allow."""
+    for i, series in enumerate(dict.fromkeys(row["series"] for row in rows)):
+        cells = [row for row in rows if row["series"] == series]
+        sizes = [row["size"] for row in cells]
+        axis.loglog(sizes, [row["seconds"] * 1e3 for row in cells], marker="o", color=f"C{i}", label=series)
+        axis.loglog(sizes, [row["limit_seconds"] * 1e3 for row in cells], "--", color=f"C{i}", linewidth=1)
+    axis.plot([], [], "--", color="black", linewidth=1, label="what the run's rates allow")
+    axis.set_xlabel("size")
+    axis.set_ylabel("ms a call")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))

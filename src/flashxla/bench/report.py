@@ -49,6 +49,17 @@ def show(content: Mapping[str, Any], console: Console) -> None:
                     line = f"{row['strategy']}, {row['mode']}: {row['error']}"
                     console.print(line, style="dim", markup=False)
             continue
+        if name == "growth":
+            console.print(
+                table(
+                    "growth (limit: by this run's copy and matmul)",
+                    rows,
+                    ("series",),
+                    _GROWTH_COLUMNS,
+                    "size",
+                )
+            )
+            continue
         ceilings = ", ".join(dict.fromkeys(row["ceiling"] for row in rows))
         console.print(table(f"{name} (ceiling: {ceilings})", rows, ("case", "dtype"), _COLUMNS))
 
@@ -62,21 +73,30 @@ def begin(content: Mapping[str, Any], console: Console) -> None:
     console.print(", ".join(f"{name} {version}" for name, version in content["versions"].items()))
 
 
-def table(title: str, rows: Sequence[Row], groups: Sequence[str], columns: Sequence[Column]) -> Table:
-    """A line a row; what a group's rows have in common is written once. Columns without a figure are left out."""
+def table(
+    title: str,
+    rows: Sequence[Row],
+    groups: Sequence[str],
+    columns: Sequence[Column],
+    name: str = "contender",
+) -> Table:
+    """A line a row, with a field that names it; what a group's rows have in common is written once.
+
+    Columns without a figure are left out.
+    """
     found = Table(title=title, title_justify="left")
-    shown = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
-    for name in (*groups, "contender"):
-        found.add_column(name)
-    for name, _ in shown:
-        found.add_column(name, justify="right")
+    shown = [(heading, cell) for heading, cell in columns if any(cell(row) for row in rows)]
+    for heading in (*groups, name):
+        found.add_column(heading)
+    for heading, _ in shown:
+        found.add_column(heading, justify="right")
     last = None
     for row in rows:
-        group = tuple(row[name] for name in groups)
+        group = tuple(row[field] for field in groups)
         if last not in (None, group):
             found.add_section()
         first = group if group != last else ("",) * len(group)
-        found.add_row(*first, row["contender"], *(cell(row) for _, cell in shown))
+        found.add_row(*first, str(row[name]), *(cell(row) for _, cell in shown))
         last = group
     return found
 
@@ -107,6 +127,14 @@ _COLUMNS: tuple[Column, ...] = (
     ("ceiling", figure("ceiling_rate", ".3g")),
     ("of it", figure("of_ceiling", ".0%")),
     ("flashxla is faster by", figure("ours_is_faster", ".2f")),
+)
+
+
+_GROWTH_COLUMNS: tuple[Column, ...] = (
+    ("time", lambda row: seconds(row["seconds"])),
+    ("limit", lambda row: seconds(row["limit_seconds"])),
+    ("by", lambda row: str(row["limit"])),
+    ("of it", lambda row: f"{row['limit_seconds'] / row['seconds']:.0%}"),
 )
 
 

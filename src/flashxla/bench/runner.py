@@ -13,7 +13,7 @@ from flashxla.bench.topic import Options, Run, Topic, Unavailable
 
 _CEILING = "ceiling"
 # Absolute and relative. 16 bits: contenders may round softmax weights and partial results to their dtype.
-_TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (4e-3, 4e-3), "bfloat16": (3e-2, 2e-2)}
+TOLERANCE = {"float32": (1e-4, 1e-4), "float16": (4e-3, 4e-3), "bfloat16": (3e-2, 2e-2)}
 
 Row = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _peers(topic: Topic, case: Any, problem: Any, options: Options) -> dict[str,
 
 def _check(what: str, ours: Run, peer: Run, dtype: str, roundings: float, framework: Framework) -> float:
     """The largest difference between two runs' results. Raises RuntimeError if they do not agree."""
-    atol, rtol = (roundings * tolerance for tolerance in _TOLERANCE[dtype])
+    atol, rtol = (roundings * tolerance for tolerance in TOLERANCE[dtype])
     largest = 0.0
     for a, b in zip(ours.results(ours.call()), peer.results(peer.call()), strict=True):
         try:
