@@ -14,7 +14,7 @@ enum class Isa {
   kAvx512Bf16,  // and AVX-512 BF16
 };
 
-// What the kernels use: the best one that this machine supports, or the one that the environment
+// What the kernels use: the fastest one that this machine supports, or the one that the environment
 // variable FLASHXLA_CPU_ISA names. The variable is read once per process.
 Isa GetIsa();
 
