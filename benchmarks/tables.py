@@ -129,6 +129,20 @@ def writes(run: Run) -> str:
     return _table(head, lines)
 
 
+def growth(run: Run) -> str:
+    """The smallest size of each series, the largest, and the one between: time, and the limit's share of it."""
+    head = ["what grows", "smallest", "between", "largest"]
+    lines = []
+    for series in run.names("series"):
+        rows = run.where(series=series)
+        lines.append([series, *(_grown(row) for row in (rows[0], rows[len(rows) // 2], rows[-1]))])
+    return _table(head, lines)
+
+
+def _grown(row: Row) -> str:
+    return f"{row['size']}: {time(row['seconds'])} ({row['limit_seconds'] / row['seconds']:.0%})"
+
+
 def gpu(run: Run, titles: Mapping[str, str], rate_form: str = "") -> str:
     """Microseconds, and the rates. titles: of the contenders that are shown."""
     lines = []
