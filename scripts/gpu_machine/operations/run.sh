@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer prefill short compare profile
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer prefill short compare profile growth
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
 name=operations
 . "$(dirname "$0")/running.sh"
@@ -18,6 +18,10 @@ stage_sanitizer() {
 }
 stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
 stage_short() { shown 20 60 short "$PYTHON" "$here/prefill.py" short; }
+stage_growth() {
+  shown 45 150 growth "$PYTHON" -m flashxla bench growth --device "$DEVICE" \
+    ${QUICK:+--quick} --rounds 5 --json "$OUT/growth.json" --plot "$OUT/growth.svg"
+}
 stage_profile() {  # by ncu: a report of the engine wide for each of CASES, and its instructions with their samples
   local each
   for each in ${CASES:-64x128 16x512}; do
