@@ -12,6 +12,7 @@
 #include "cpu/attention_engine.h"
 #include "cpu/attention_problem.h"
 #include "cpu/attention_tasks.h"
+#include "cpu/denormals.h"
 #include "cpu/guard.h"
 #include "cpu/parallel.h"
 
@@ -68,6 +69,7 @@ void RunTasks(const AttentionProblem& problem, const flashxla_context* context) 
 
   StoreIdle(problem, context);
   ParallelTasks(context, num_workers, num_tasks, [&](int64_t worker, int64_t i) {
+    const DenormalsAreZero denormals;
     const AttentionTask& task = work.tasks[i];
     engine_of(task).attend(problem, task, scratch.get() + worker * scratch_bytes);
     if (task.split < 0) return;

@@ -10,6 +10,7 @@
 #include "common/needs.h"
 #include "cpu/aligned_memory.h"
 #include "cpu/attention_engine.h"
+#include "cpu/denormals.h"
 #include "cpu/dtypes.h"
 #include "cpu/guard.h"
 #include "cpu/parallel.h"
@@ -121,6 +122,7 @@ class Backward {
   }
 
   void RunTask(int64_t worker, int64_t i) {
+    const DenormalsAreZero denormals;
     const BackwardTask& task = work_.tasks[i];
     char* const scratch = memory_.get() + worker * worker_bytes_;
     float* const memory =

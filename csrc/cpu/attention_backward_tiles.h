@@ -50,9 +50,29 @@ int64_t BackwardScratchBytes(const AttentionProblem& problem) {
 }
 
 inline bool AreFinite(const float* values, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = Max(largest, BitsOf(values[i]) & 0x7fffffff);
-  return largest < 0x7f800000;
+  constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
+  Int magnitudes = {};
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    const Int magnitude = (Int)Load(values + i) & kMagnitude;
+    magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
+  }
+  int32_t largest = 0;
+  for (int lane = 0; lane < kWidth; ++lane) largest = Max(largest, magnitudes[lane]);
+  for (; i < n; ++i) {
+    largest = Max(largest, static_cast<int32_t>(BitsOf(values[i])) & kMagnitude);
+  }
+  return largest < kInfinite;
+}
+
+inline float Dot(const float* a, const float* b, int64_t n) {
+  Float sums = {};
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) sums += Load(a + i) * Load(b + i);
+  float sum = 0.0f;
+  for (int lane = 0; lane < kWidth; ++lane) sum += sums[lane];
+  for (; i < n; ++i) sum += a[i] * b[i];
+  return sum;
 }
 
 // Of AddProduct: sums keep what they have.
@@ -115,9 +135,6 @@ class TileBackward {
  private:
   static constexpr int kStride = kTileStride<kMaxDims>;
 
-  // Of whole vectors of rows.
-  static int64_t NumLanes(int64_t rows) { return (rows + kWidth - 1) / kWidth * kWidth; }
-
   int64_t TokenOf(int64_t row) const {
     return block_.sequence->first_query + (block_.row_begin + row) / forward_.group_size;
   }
@@ -140,21 +157,16 @@ class TileBackward {
       const int64_t real_row = Min(row, num_rows_ - 1);
       const int64_t token = TokenOf(real_row), head = HeadOf(real_row);
       const int64_t i = token - sequence.first_query;
-      const int64_t panel = row / kPanelRows, lane = row % kPanelRows;
       float* q = scratch_.queries + row * stride_;
       float* grad_out = scratch_.grad_out + row * v_stride_;
       ReadRow(forward_.q, token, head, head_size_, q);
       ReadRow(problem_.grad_out, token, head, v_head_size_, grad_out);
+      scratch_.finite[row / kPanelRows] &=
+          AreFinite(q, head_size_) && AreFinite(grad_out, v_head_size_);
       float out[kMaxValueHeadSize];
       ReadRow(forward_.out, token, head, v_head_size_, out);
       const float lse = problem_.Lse(token, head);
-      float delta = -problem_.GradLse(token, head);
-      for (int64_t d = 0; d < v_head_size_; ++d) delta += grad_out[d] * out[d];
-      float* q_lane = scratch_.query_panels + panel * kPanelRows * head_size_ + lane;
-      for (int64_t d = 0; d < head_size_; ++d) q_lane[d * kPanelRows] = q[d] * factor;
-      float* grad_lane = scratch_.grad_out_panels + panel * kPanelRows * v_head_size_ + lane;
-      for (int64_t d = 0; d < v_head_size_; ++d) grad_lane[d * kPanelRows] = grad_out[d];
-      scratch_.finite[panel] &= AreFinite(q, head_size_) && AreFinite(grad_out, v_head_size_);
+      const float delta = Dot(grad_out, out, v_head_size_) - problem_.GradLse(token, head);
       // A row of lse -inf has no weights.
       scratch_.lse[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
       scratch_.delta[row] = delta;
@@ -168,6 +180,18 @@ class TileBackward {
         grad_sinks_[head % forward_.group_size] -=
             double{Exp2(Splat(Min((sink - lse) * kLog2e, 127.0f)))[0]} * delta;
       }
+    }
+    for (int64_t row = 0; row < num_rows; row += kWidth) {
+      const int64_t panel = row / kPanelRows * kPanelRows, lane = row % kPanelRows;
+      float scaled[kWidth][kMaxHeadSize];
+      for (int64_t i = 0; i < kWidth; ++i) {
+        const float* q = scratch_.queries + (row + i) * stride_;
+        for (int64_t d = 0; d < head_size_; ++d) scaled[i][d] = q[d] * factor;
+      }
+      StoreLanes(scaled[0], kMaxHeadSize, head_size_,
+                 scratch_.query_panels + panel * head_size_ + lane);
+      StoreLanes(scratch_.grad_out + row * v_stride_, v_stride_, v_head_size_,
+                 scratch_.grad_out_panels + panel * v_head_size_ + lane);
     }
   }
 

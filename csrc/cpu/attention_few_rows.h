@@ -3,8 +3,6 @@
 #ifndef FLASHXLA_CSRC_CPU_ATTENTION_FEW_ROWS_H_
 #define FLASHXLA_CSRC_CPU_ATTENTION_FEW_ROWS_H_
 
-#include <utility>
-
 #include "common/attention_arguments.h"
 #include "common/math_constants.h"
 #include "cpu/attention_engine.h"
@@ -52,19 +50,6 @@ struct FewRowsScratch {
   float rescale[kMaxFewRowsTask];
 };
 
-template <int kBlock, int kOffset>
-constexpr int HalfBlockLane(int lane) {
-  // Of every block of kBlock lanes, the first half comes from a, the second from b.
-  return (lane / kBlock) * kBlock + kOffset + (lane % kBlock) % (kBlock / 2) +
-         (lane % kBlock < kBlock / 2 ? 0 : kWidth);
-}
-
-template <int kBlock, int... kLanes>
-inline Float AddHalfBlocks(Float a, Float b, std::integer_sequence<int, kLanes...>) {
-  return Shuffle<HalfBlockLane<kBlock, 0>(kLanes)...>(a, b) +
-         Shuffle<HalfBlockLane<kBlock, kBlock / 2>(kLanes)...>(a, b);
-}
-
 // Returns a vector whose lane i is the sum of the lanes of x[i]. Each step halves the number of
 // vectors: with kCount left, every sum is spread over kCount lanes.
 template <int kCount>
@@ -73,8 +58,8 @@ inline Float SumEach(Float* x) {
     return x[0];
   } else {
     for (int i = 0; i < kCount / 2; ++i) {
-      x[i] =
-          AddHalfBlocks<kCount>(x[i], x[i + kCount / 2], std::make_integer_sequence<int, kWidth>());
+      const Float a = x[i], b = x[i + kCount / 2];
+      x[i] = HalfBlocks<kCount, 0>(a, b) + HalfBlocks<kCount, kCount / 2>(a, b);
     }
     return SumEach<kCount / 2>(x);
   }

@@ -73,6 +73,25 @@ bool LoadRow(const char* bytes, int64_t stride, int64_t n, float* dst) {
   return largest < 0x7f800000;
 }
 
+// Of whole vectors of rows.
+constexpr int64_t NumLanes(int64_t rows) { return (rows + kWidth - 1) / kWidth * kWidth; }
+
+// Writes kWidth rows of n elements as lanes of a panel.
+inline void StoreLanes(const float* rows, int64_t stride, int64_t n, float* panel) {
+  int64_t d = 0;
+  for (; d + kWidth <= n; d += kWidth) {
+    Float x[kWidth];
+    for (int i = 0; i < kWidth; ++i) x[i] = Load(rows + i * stride + d);
+    Transpose(x);
+    for (int i = 0; i < kWidth; ++i) Store(panel + (d + i) * kPanelRows, x[i]);
+  }
+  for (; d < n; ++d) {  // copied as bytes: they may be pairs of bfloat16
+    for (int i = 0; i < kWidth; ++i) {
+      __builtin_memcpy(panel + d * kPanelRows + i, rows + i * stride + d, sizeof(float));
+    }
+  }
+}
+
 // scores[m][row] = dot(keys[m], queries[.][row]) for kScoreKeys keys and kVectors vectors of rows.
 template <int kStride, int kVectors>
 inline void ScoreBlock(const float* keys, const float* queries, int64_t head_size,

@@ -78,13 +78,17 @@ class FloatProducts {
     }
   }
 
-  void LoadQuery(const char* bytes, int64_t row) {
-    float values[kMaxHeadSize];
-    WithFormat(problem_.q.dtype, [&](auto format) {
-      LoadRow<decltype(format)>(bytes, problem_.q.stride_dim, head_size_, values);
-    });
-    float* lane = scratch_.queries + row / kPanelRows * kPanelRows * head_size_ + row % kPanelRows;
-    for (int64_t d = 0; d < head_size_; ++d) lane[d * kPanelRows] = values[d] * factor_;
+  // Loads kWidth rows, the first of which is `row`.
+  void LoadQueries(const char* const* rows, int64_t row) {
+    float values[kWidth][kMaxHeadSize];
+    for (int i = 0; i < kWidth; ++i) {
+      WithFormat(problem_.q.dtype, [&](auto format) {
+        LoadRow<decltype(format)>(rows[i], problem_.q.stride_dim, head_size_, values[i]);
+      });
+      for (int64_t d = 0; d < head_size_; ++d) values[i][d] *= factor_;
+    }
+    StoreLanes(values[0], kMaxHeadSize, head_size_,
+               scratch_.queries + row / kPanelRows * kPanelRows * head_size_ + row % kPanelRows);
   }
 
   // Returns whether all values are finite.
@@ -248,25 +252,28 @@ class TileAttention {
   void LoadQueries() {
     const ListedSequence& sequence = *task_.sequence;
     const RowView& q = problem_.q;
-    for (int64_t row = 0; row < num_panels_ * kPanelRows; ++row) {
-      // Rows past the last one repeat it. They are computed but not stored.
-      const int64_t real_row = task_.row_begin + Min(row, num_rows_ - 1);
-      const int64_t i = real_row / problem_.group_size;
-      const int64_t head =
-          task_.kv_head_begin * problem_.group_size + real_row % problem_.group_size;
-      const int64_t token = sequence.first_query + i;
-      products_.LoadQuery(
-          q.data + (token * q.stride_token + head * q.stride_head) * ElementSize(q.dtype), row);
-      const KeyRange range = problem_.Visible(sequence, i);
-      scratch_.visible_begin[row] = range.begin;
-      scratch_.visible_end[row] = range.end;
-      scratch_.diagonal[row] = static_cast<int32_t>(i + sequence.length - sequence.num_queries);
-      scratch_.slope[row] = alibi_ ? problem_.AlibiSlope(sequence, head) * kLog2e : 0.0f;
-      scratch_.row_max[row] = -kInfinity;
-      scratch_.row_sum[row] = 0.0f;
+    for (int64_t first = 0; first < num_rows_; first += kWidth) {
+      const char* rows[kWidth];
+      for (int64_t row = first; row < first + kWidth; ++row) {
+        // Rows past the last one repeat it. They are computed but not stored.
+        const int64_t real_row = task_.row_begin + Min(row, num_rows_ - 1);
+        const int64_t i = real_row / problem_.group_size;
+        const int64_t head =
+            task_.kv_head_begin * problem_.group_size + real_row % problem_.group_size;
+        const int64_t token = sequence.first_query + i;
+        rows[row - first] =
+            q.data + (token * q.stride_token + head * q.stride_head) * ElementSize(q.dtype);
+        const KeyRange range = problem_.Visible(sequence, i);
+        scratch_.visible_begin[row] = range.begin;
+        scratch_.visible_end[row] = range.end;
+        scratch_.diagonal[row] = static_cast<int32_t>(i + sequence.length - sequence.num_queries);
+        scratch_.slope[row] = alibi_ ? problem_.AlibiSlope(sequence, head) * kLog2e : 0.0f;
+        scratch_.row_max[row] = -kInfinity;
+        scratch_.row_sum[row] = 0.0f;
+      }
+      products_.LoadQueries(rows, first);
     }
-    __builtin_memset(scratch_.out, 0,
-                     num_panels_ * kPanelRows * padded_v_head_size_ * sizeof(float));
+    __builtin_memset(scratch_.out, 0, NumLanes(num_rows_) * padded_v_head_size_ * sizeof(float));
   }
 
   void AttendPanel(const KeyList& list, int64_t panel, bool finite) {
@@ -282,12 +289,12 @@ class TileAttention {
     // 0 times infinity or NaN would be NaN: add exactly the visible keys, row by row.
     const bool alone = !finite && (masked || Products::kTogether > 1);
     if (masked || alone) {
-      for (int64_t i = 0; i < kPanelRows; ++i) {
+      for (int64_t i = 0; i < NumLanes(rows); ++i) {
         scratch_.tile_begin[i] = IndexOf(list, scratch_.visible_begin[row + i]);
         scratch_.tile_end[i] = IndexOf(list, scratch_.visible_end[row + i]);
       }
     }
-    switch ((rows + kWidth - 1) / kWidth) {
+    switch (NumLanes(rows) / kWidth) {
       case 1:
         ComputeWeights<1>(list, row, begin, end, masked);
         break;

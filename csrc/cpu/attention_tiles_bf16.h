@@ -25,18 +25,18 @@ class Bf16Products {
         padded_v_head_size_(PaddedHeadSize(problem.v_head_size)),
         factor_(factor) {}
 
-  void LoadQuery(const char* bytes, int64_t row) {
-    uint16_t values[kRowSize];
+  void LoadQueries(const char* const* rows, int64_t row) {
+    float pairs[kWidth][kRowSize / 2];
     WithFormat(problem_.q.dtype, [&](auto format) {
       using Format = decltype(format);
       if constexpr (kFitsBf16<Format>) {
-        LoadBf16Row<Format>(bytes, problem_.q.stride_dim, problem_.head_size, values);
+        for (int i = 0; i < kWidth; ++i) {
+          LoadBf16Row<Format>(rows[i], problem_.q.stride_dim, problem_.head_size,
+                              reinterpret_cast<uint16_t*>(pairs[i]));
+        }
       }
     });
-    float* lane = PanelOf(row) + row % kPanelRows;
-    for (int64_t pair = 0; pair < head_pairs_; ++pair) {
-      __builtin_memcpy(lane + pair * kPanelRows, values + 2 * pair, sizeof(float));
-    }
+    StoreLanes(pairs[0], kRowSize / 2, head_pairs_, PanelOf(row) + row % kPanelRows);
   }
 
   template <typename Format>

@@ -7,6 +7,7 @@
 #define FLASHXLA_CSRC_CPU_SIMD_H_
 
 #include <cstdint>
+#include <utility>
 
 #include "cpu/dtypes.h"
 
@@ -51,6 +52,38 @@ inline Float Shuffle(Float a, Float b) {
 #else
   return __builtin_shuffle(a, b, Int{kLanes...});
 #endif
+}
+
+// Of every block of kBlock lanes, the first half comes from a's half at kOffset, the second from
+// b's.
+template <int kBlock, int kOffset>
+constexpr int HalfBlockLane(int lane) {
+  return (lane / kBlock) * kBlock + kOffset + (lane % kBlock) % (kBlock / 2) +
+         (lane % kBlock < kBlock / 2 ? 0 : kWidth);
+}
+
+template <int kBlock, int kOffset, int... kLanes>
+inline Float HalfBlocks(Float a, Float b, std::integer_sequence<int, kLanes...>) {
+  return Shuffle<HalfBlockLane<kBlock, kOffset>(kLanes)...>(a, b);
+}
+template <int kBlock, int kOffset>
+inline Float HalfBlocks(Float a, Float b) {
+  return HalfBlocks<kBlock, kOffset>(a, b, std::make_integer_sequence<int, kWidth>());
+}
+
+// Lane i of x[j] and lane j of x[i] change places.
+template <int kBlock = kWidth>
+inline void Transpose(Float* x) {
+  if constexpr (kBlock > 1) {
+    constexpr int kHalf = kBlock / 2;
+    for (int i = 0; i < kWidth; ++i) {
+      if (i % kBlock >= kHalf) continue;
+      const Float a = x[i], b = x[i + kHalf];
+      x[i] = HalfBlocks<kBlock, 0>(a, b);
+      x[i + kHalf] = HalfBlocks<kBlock, kHalf>(a, b);
+    }
+    Transpose<kHalf>(x);
+  }
 }
 
 inline Float Load(const float* p) { return *reinterpret_cast<const UnalignedFloat*>(p); }
