@@ -7,10 +7,12 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flashxla_vllm import sampling_program
+from flashxla_vllm import sampling, sampling_program, step_inputs
+from jax.sharding import Mesh
 from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -228,6 +230,42 @@ def test_samples_keep_to_top_k_and_top_p(wanted, running, reference, monkeypatch
     assert {sample.token_ids[0] for sample in output.outputs} == likely
     assert len(likely) > 1
     assert set(narrowed) == {True}
+
+
+def test_greedy_logits_are_read_in_the_models_dtype(repeating, monkeypatch):
+    """By one program, whether or not their log probabilities are asked for; without, nobody widens them."""
+    seen, most_likely, widened, widen = [], sampling_program.most_likely, [], step_inputs._widen
+    monkeypatch.setattr(
+        sampling_program, "most_likely", lambda x, **on: seen.append(x.dtype) or most_likely(x, **on)
+    )
+    with engine(repeating, dtype="bfloat16", max_logprobs=2) as running:
+        inputs = step_inputs.of(running.runner)
+        monkeypatch.setattr(inputs, "widen", lambda x: widened.append(x.dtype) or widen(x))
+        for logprobs in (None, 2):
+            seen.clear()
+            (output,) = running.generate(PROMPTS[2:3], 4, logprobs=logprobs)
+            assert len(seen) >= 4 and set(seen) == {jnp.dtype("bfloat16")}
+            assert bool(widened) == bool(output.outputs[0].logprobs) == bool(logprobs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_programs_widen_what_they_read(dtype):
+    """The first of equal logits is taken; nothing but tokens comes back unless it is to be kept."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    rng = np.random.default_rng()
+    logits = jnp.asarray(np.round(rng.standard_normal((5, 300)), 1), dtype)
+    wide = np.asarray(logits, np.float64)
+    np.testing.assert_array_equal(sampling_program.most_likely(logits, mesh=mesh), wide.argmax(1))
+    rows = sampling._neutral_rows(5, 0)
+    sampling_program.views(rows, sampling_program.Rows).temperature[1:] = 0.5
+    options = {"mesh": mesh, "data_axis": "data", "narrowed": False}
+    key = jax.random.key(int(rng.integers(2**31)))
+    tokens, kept = sampling_program.draw(key, logits, rows, keep=True, **options)
+    np.testing.assert_allclose(kept, wide / np.array([1, 0.5, 0.5, 0.5, 0.5])[:, None], rtol=1e-6)
+    assert tokens[0] == wide[0].argmax()
+    again, nothing = sampling_program.draw(key, logits, rows, keep=False, **options)
+    np.testing.assert_array_equal(tokens, again)
+    assert nothing is None
 
 
 def test_logprobs_are_those_before(running, reference):

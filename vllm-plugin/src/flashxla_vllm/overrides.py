@@ -517,9 +517,7 @@ def inputs_of_a_step_go_together() -> None:
         if waiting is None:
             return metadata_alone(cls, mesh, batch, *args, **kwargs)
         # sampling.py has the parameters of requests that are not greedy.
-        logprobs = bool(batch.max_num_logprobs)
-        mark = waiting.inputs.marks[logprobs]
-        return cls(do_sampling=not batch.all_greedy, logprobs=logprobs, _cache_collision_dummy=mark)
+        return cls(do_sampling=not batch.all_greedy, logprobs=bool(batch.max_num_logprobs))
 
     def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = step_inputs.of(self)
@@ -705,8 +703,8 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
 )
 def sampling_by_more_parameters() -> None:
     """tpu-inference samples by temperature, top-k and top-p, and ignores penalties, min-p, seeds and masks of tokens.
-    Its program has conditions, at which the host waits for a GPU. A step whose batch is not all greedy, or asks for one
-    of those, calls sampling.py in the place of `sample`.
+    Its program has conditions, at which the host waits for a GPU, and copies logits that were widened to float32 though
+    nobody reads them. sampling.py takes the place of `sample`, except where tokens are speculated.
     """
     from tpu_inference.runner import tpu_runner
     from tpu_inference.runner.compilation_manager import CompilationManager
@@ -716,7 +714,9 @@ def sampling_by_more_parameters() -> None:
 
     execute, sample_from_logits = Runner._execute_model, Runner._sample_from_logits
     precompile, sample = CompilationManager._precompile_sampling, tpu_runner.sample
-    asked: list[Any] = []  # the arguments of the step that is being sampled, if its batch asks for more
+    # Of the step that is being sampled: the runner, the rows of its requests, and the logits as the model gave them
+    # (None: some are of speculated tokens).
+    asked: list[Any] = []
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         sampling.batch_of(self).update(scheduler_output)
@@ -725,19 +725,24 @@ def sampling_by_more_parameters() -> None:
     def sample_or_more(rng: Any, mesh: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not asked:
             return sample(rng, mesh, logits, *args, **kwargs)
-        runner, selector = asked
-        return sampling.batch_of(runner).sample(rng, logits, runner.input_batch, selector)
+        runner, selector, given = asked
+        source = logits if given is None else given
+        tokens, kept = sampling.batch_of(runner).sample(rng, source, runner.input_batch, selector)
+        return tokens, logits if kept is None else kept
 
     def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         more = sampling.batch_of(self).asks_for_more(self.input_batch)
-        if not more and (self.input_batch.all_greedy or self.speculative_config):
+        if self.speculative_config and not more:
             return sample_from_logits(self, *args, **kwargs)
         # With async scheduling the previous step's tokens may still be placeholders. The original waits for them after
         # it has sampled; the device is at work on this step's logits either way.
         if more and self._pre_async_results is not None:
             self._modify_prev_results()
             self._pre_async_results = None
-        asked[:] = self, args[9]  # logits_indices_selector
+        metadata, logits, selector = args[2], args[5], args[9]
+        asked[:] = self, selector, None if self.speculative_config else logits
+        if not metadata.logprobs and not self.speculative_config:
+            args = (*args[:5], sampling.Unwidened(), *args[6:])
         try:
             return sample_from_logits(self, *args, **kwargs)
         finally:
@@ -746,15 +751,8 @@ def sampling_by_more_parameters() -> None:
     def precompile_sampling(self: Any) -> None:
         if self.runner.speculative_config:
             return precompile(self)
-        run = self._run_compilation
-        self._run_compilation = lambda *a, **k: (
-            None if k["do_sampling"] else run(*a, **k)
-        )  # the greedy ones alone
-        try:
-            precompile(self)
-        finally:
-            del self._run_compilation
-        return sampling.precompile(self)
+        sampling.precompile(self)
+        self._sampling_precompiled = True
 
     Runner._execute_model, Runner._sample_from_logits = execute_model, sample_step
     CompilationManager._precompile_sampling = precompile_sampling

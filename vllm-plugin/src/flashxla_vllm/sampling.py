@@ -1,9 +1,9 @@
 """How a batch is sampled: what its requests ask for, and what each step tells the device.
 
-A batch of greedy requests is sampled as tpu-inference does it. sampling_program.draw takes its place when one is not
-greedy, and sampling_program.sample when one asks for more than temperature, top-k and top-p. Which tokens a request has
-is held on the device, a row of `seen` for each request that needs it. A row is set when the request enters the batch,
-or comes back, and grows by one token a step.
+A batch of greedy requests is sampled by sampling_program.most_likely, one with others by draw, and one by sample where
+a request asks for more than temperature, top-k and top-p. Which tokens a request has is held on the device, a row of
+`seen` for each request that needs it. A row is set when the request enters the batch, or comes back, and grows by one
+token a step.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def asks_for_more(params: SamplingParams | None) -> list[str]:
 class Batch:
     """The requests of a runner that ask for more."""
 
-    def __init__(self, mesh: Mesh, rows: int, vocabulary: int, data_axis: str) -> None:
+    def __init__(self, mesh: Mesh, rows: int, vocabulary: int, data_axis: str, keep: bool) -> None:
         self.mesh, self.data_axis, self.vocabulary = mesh, data_axis, vocabulary
+        self.keep = keep  # log probabilities are to be those that were drawn from
         self.requests: dict[str, Request] = {}
         self._unused_slot = rows  # of rows that are not penalised
         self._free = list(range(rows))
@@ -119,15 +120,18 @@ class Batch:
 
     def sample(
         self, rng: jax.Array, logits: jax.Array, input_batch: Any, selector: Sequence[int] | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The next tokens, and the logits that they were drawn from.
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The next tokens, and with `keep` the logits that they were drawn from.
 
         Args:
             rng: the step's key.
-            logits: float32 [rows, vocabulary]
+            logits: [rows, vocabulary]
             input_batch: the runner's; its token_ids_cpu has all tokens so far.
             selector: the row of each request; None: its index in the batch.
         """
+        more = self.asks_for_more(input_batch)
+        if input_batch.all_greedy and not more and not self.keep:
+            return sampling_program.most_likely(logits, mesh=self.mesh), None
         packed = _neutral_rows(logits.shape[0], self._unused_slot)
         rows = views(packed, Rows)
         count = input_batch.num_reqs
@@ -135,8 +139,8 @@ class Batch:
         rows.temperature[places] = input_batch.temperature_cpu[:count]
         rows.top_k[places] = input_batch.top_k_cpu[:count]
         rows.top_p[places] = input_batch.top_p_cpu[:count]
-        on = {"mesh": self.mesh, "data_axis": self.data_axis}
-        if not self.asks_for_more(input_batch):
+        on = self.static
+        if not more:
             narrowed = bool(((rows.top_k > 0) | (rows.top_p < 1)).any())
             return sampling_program.draw(rng, logits, self._to_device(packed), narrowed=narrowed, **on)
         entries = self._fill(rows, places, input_batch)
@@ -145,6 +149,11 @@ class Batch:
             self.seen, rng, logits, *self._to_device((packed, entries)), greedy=greedy, **on
         )
         return tokens, processed
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """What a program that draws is compiled for."""
+        return {"mesh": self.mesh, "data_axis": self.data_axis, "keep": self.keep}
 
     def neutral_inputs(self, count: int) -> tuple[Any, Any]:
         """Packed rows and entries that ask for nothing."""
@@ -199,13 +208,29 @@ class Batch:
         return jax.device_put(x, self._everywhere)
 
 
+class Unwidened:
+    """Logits of a step in which nothing but the sampler reads them, which need not be float32.
+
+    tpu-inference widens the logits of every step before it samples.
+    """
+
+    dtype = np.dtype(np.float32)
+
+    def astype(self, dtype: Any) -> Unwidened:
+        """Itself: what tpu-inference asks for is float32."""
+        assert np.dtype(dtype) == self.dtype
+        return self
+
+
 def batch_of(runner: Any) -> Batch:
     """The runner's Batch, made on first use."""
     from tpu_inference.layers.common.sharding import ShardingAxisName
+    from tpu_inference.layers.jax.sample.sampling import logprobs_use_processed_logits
 
     found: Batch | None = getattr(runner, "flashxla_sampling", None)
     if found is None:
-        found = Batch(runner.mesh, runner.max_num_reqs, runner.vocab_size, ShardingAxisName.ATTN_DATA)
+        keep = logprobs_use_processed_logits(runner.model_config.logprobs_mode)
+        found = Batch(runner.mesh, runner.max_num_reqs, runner.vocab_size, ShardingAxisName.ATTN_DATA, keep)
         runner.flashxla_sampling = found
     return found
 
@@ -213,11 +238,12 @@ def batch_of(runner: Any) -> Batch:
 def precompile(manager: Any) -> None:
     """Have tpu-inference's CompilationManager compile the programs for each padded number of requests."""
     from tpu_inference.layers.common.sharding import ShardingAxisName
+    from tpu_inference.utils import to_jax_dtype
 
     runner = manager.runner
     batch = batch_of(runner)
     rng = runner.rng_params_for_sampling
-    on = {"mesh": batch.mesh, "data_axis": batch.data_axis}
+    dtype = to_jax_dtype(runner.model_config.dtype)
     on_logits = NamedSharding(
         runner.mesh, PartitionSpec(ShardingAxisName.MLP_DATA, ShardingAxisName.MLP_TENSOR)
     )
@@ -227,8 +253,16 @@ def precompile(manager: Any) -> None:
         return tokens, logits
 
     for count in runner.num_reqs_paddings:
-        logits = jax.device_put(np.ones((count, batch.vocabulary), np.float32), on_logits)
+        logits = jax.device_put(np.ones((count, batch.vocabulary), dtype), on_logits)
         rows, entries = batch.neutral_inputs(count)
+        if not batch.keep:
+            manager._run_compilation(
+                "most likely",
+                sampling_program.most_likely,
+                logits,
+                call_kwargs={"mesh": batch.mesh},
+                num_reqs=count,
+            )
         for narrowed in (False, True):
             manager._run_compilation(
                 "draw",
@@ -236,7 +270,7 @@ def precompile(manager: Any) -> None:
                 rng,
                 logits,
                 rows,
-                call_kwargs=on | {"narrowed": narrowed},
+                call_kwargs=batch.static | {"narrowed": narrowed},
                 num_reqs=count,
             )
         for greedy in (False, True):
@@ -248,7 +282,7 @@ def precompile(manager: Any) -> None:
                 logits,
                 rows,
                 entries,
-                call_kwargs=on | {"greedy": greedy},
+                call_kwargs=batch.static | {"greedy": greedy},
                 warmup_handler=run,
                 num_reqs=count,
             )

@@ -101,8 +101,6 @@ class StepInputs:
         )
         self.widen = jax.jit(_widen, out_shardings=self.of_logits)
         self.no_tokens = jax.device_put(np.zeros(self.most_rows, np.int32), self.everywhere)
-        # tpu-inference tells programs with and without logprobs apart by the shape of an unused array.
-        self.marks = [jax.device_put(np.zeros(n, np.int32), self.everywhere) for n in (2, 1)]
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[Waiting]:
