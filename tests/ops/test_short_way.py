@@ -49,7 +49,7 @@ INDICES = {
 
 
 def arguments(frontend: TorchFrontend, call: str) -> dict[str, Any]:
-    """Those of a call, with random numbers."""
+    """Those of a call, with random numbers. Each token has a slot of its own: of several, a GPU writes any."""
     rng = np.random.default_rng(0)
 
     def tensor(array: np.ndarray) -> Any:
@@ -59,6 +59,8 @@ def arguments(frontend: TorchFrontend, call: str) -> dict[str, Any]:
 
     given = CALLS[call][1]
     indices = {name: np.array(INDICES[name], given[name].dtype) for name in INDICES if name in given}
+    if (slots := given.get("slot_mapping")) is not None:
+        indices["slot_mapping"] = np.arange(len(slots), dtype=slots.dtype)[::-1]
     return {name: map_arrays(tensor, value) for name, value in (given | indices).items()}
 
 
