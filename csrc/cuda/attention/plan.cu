@@ -133,12 +133,34 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
   return false;
 }
 
-// Divides the `total` steps of the sequences with few queries evenly among the thread blocks.
-// starts[i] is the number of steps before sequence i.
+// How many of the `total` steps of few queries a thread block gets. That is an equal share, or up
+// to a sixteenth more where all sequences are alike and each block or each q tile then has whole
+// parts of the other: blocks with whole q tiles have no partial results to be combined, and memory
+// is busy with slightly fewer blocks, too. starts[i] is the number of steps before sequence i.
+__device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
+                            const int32_t* starts, int total) {
+  const int share = max((total + p.num_few_blocks - 1) / p.num_few_blocks, 1);
+  bool alike = true;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.index.num_sequences; i += kThreads) {
+    const bool is_padding = starts[i] == total;
+    alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
+  }
+  if (!__syncthreads_and(alike) || total == 0) return share;
+  const int tile = sequences.Get(0).num_kv_tiles;
+  const int parts = max(tile / share, 1);
+  if (tile % parts != 0) return share;
+  const int part = tile / parts;
+  const int whole = (share + part - 1) / part * part;
+  return whole - share <= share / 16 ? whole : share;
+}
+
+// Divides the `total` steps of the sequences with few queries among the thread blocks. starts[i] is
+// the number of steps before sequence i.
 __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, const int32_t* starts,
                         int total, FewBlock* blocks) {
   const int num_blocks = p.num_few_blocks;
-  const int share = max((total + num_blocks - 1) / num_blocks, 1);
+  const int share = StepsOfBlock(p, sequences, starts, total);
 #pragma unroll 1
   for (int b = threadIdx.x; b < num_blocks; b += kThreads) {
     const int first = b * share;

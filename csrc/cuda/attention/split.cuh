@@ -1,10 +1,10 @@
 // Split-KV, as the engines for few queries share it: the walk through the steps of a thread block,
 // and what combine.cu gets from them, i.e. partial results and which of them belong together.
 //
-// The plan divides the list of all steps (FewBlock in plan.cuh) evenly among the thread blocks.
-// Block b of every KV head has the same steps: the KV heads advance side by side, because their
-// keys are neighbours in memory. If several blocks share the steps of a q tile, each stores a
-// partial result.
+// The plan divides the list of all steps (FewBlock in plan.cuh) among the thread blocks, which get
+// as many, but for the last one. Block b of every KV head has the same steps: the KV heads advance
+// side by side, because their keys are neighbours in memory. If several blocks share the steps of a
+// q tile, each stores a partial result.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SPLIT_CUH_
 
