@@ -133,26 +133,31 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
   return false;
 }
 
-// How many of the `total` steps of few queries a thread block gets. That is an equal share, or up
-// to a sixteenth more where all sequences are alike and each block or each q tile then has whole
-// parts of the other: blocks with whole q tiles have no partial results to be combined, and memory
-// is busy with slightly fewer blocks, too. starts[i] is the number of steps before sequence i.
+// Roughly a / b, rounded down. Much faster than the exact quotient.
+__device__ int RoughQuotient(int a, int b) {
+  return static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)) + 1e-3f);
+}
+
+// How many of the `total` steps of few queries a thread block gets: an equal share, or up to a
+// sixteenth more where all sequences are alike, if then blocks have whole q tiles or q tiles whole
+// blocks. Whole q tiles need not be combined, and fewer blocks keep the memory busy, too.
+// starts[i] is the number of steps before sequence i.
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
                             const int32_t* starts, int total) {
   const int share = max((total + p.num_few_blocks - 1) / p.num_few_blocks, 1);
+  const int most = share + share / 16;
+  if (most == share) return share;
   bool alike = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.index.num_sequences; i += kThreads) {
     const bool is_padding = starts[i] == total;
     alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
   }
-  if (!__syncthreads_and(alike) || total == 0) return share;
+  if (!__syncthreads_and(alike)) return share;
   const int tile = sequences.Get(0).num_kv_tiles;
-  const int parts = max(tile / share, 1);
-  if (tile % parts != 0) return share;
-  const int part = tile / parts;
-  const int whole = (share + part - 1) / part * part;
-  return whole - share <= share / 16 ? whole : share;
+  const int parts = max(RoughQuotient(tile, share), 1), part = RoughQuotient(tile, parts);
+  const int whole = RoughQuotient(share + part - 1, part) * part;
+  return part * parts == tile && whole >= share && whole <= most ? whole : share;
 }
 
 // Divides the `total` steps of the sequences with few queries among the thread blocks. starts[i] is
