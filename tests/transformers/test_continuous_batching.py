@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
 
 from flashxla.transformers import interface
-from tests.transformers.conftest import Make
+from tests.transformers.conftest import Make, drawn
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": 257, "pad_token_id": 258}
 PROMPTS = [torch.randint(0, 250, (n,)).tolist() for n in (5, 40, 17, 3, 29, 61)]
@@ -91,8 +91,7 @@ def test_the_cache_of_transformers_5_6(window: int | None) -> None:
     size, pages, sentinel = 4, 12, 47
     shape = (pages * size, 2, 16)
     kind = "full_attention" if window is None else "sliding_attention"
-    numbers = torch.Generator().manual_seed(0)
-    keys, values = ([torch.randn(shape, generator=numbers) for _ in range(2)] for _ in range(2))
+    keys, values = ([drawn(torch.randn, 2 * i + j, *shape) for j in range(2)] for i in range(2))
     cache = types.SimpleNamespace(
         block_size=size,
         key_cache=keys,
@@ -106,7 +105,7 @@ def test_the_cache_of_transformers_5_6(window: int | None) -> None:
     new = [2, 1]
     reads = rows if window is None else [[*r[:-n], *[sentinel] * n] for r, n in zip(rows, new, strict=True)]
     writes = [row for r, n in zip(rows, new, strict=True) for row in r[-n:]]
-    query, key, value = (torch.randn((1, heads, 3, 16), generator=numbers) for heads in (4, 2, 2))
+    query, key, value = (drawn(torch.randn, 4 + i, 1, heads, 3, 16) for i, heads in enumerate((4, 2, 2)))
 
     expected = []
     held = [
@@ -142,8 +141,12 @@ def test_the_cache_of_transformers_5_6(window: int | None) -> None:
     assert torch.equal(values[1], held[1])
 
 
-def test_cuda_graphs_are_refused(make_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cuda_graphs_are_refused(
+    compiled: bool, make_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setattr("flashxla.transformers.continuous_batching.capturing", lambda tensor: True)
-    tokens = generate_batch(make_model("llama"), **SMALL)
+    how = {"varlen_compile_config": CompileConfig(fullgraph=True, dynamic=True)} if compiled else {}
+    tokens = generate_batch(make_model("llama"), **SMALL | how)
     assert not any(tokens.values())
     assert "use_cuda_graph=False" in caplog.text

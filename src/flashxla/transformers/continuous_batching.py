@@ -43,15 +43,32 @@ def attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, options: Options
 ) -> torch.Tensor:
     """Write a layer's new keys and values, and attend to each sequence's. [1, heads, T, D] -> [1, T, Hq, Dv]."""
-    if capturing(query):
-        raise ValueError(
-            'attn_implementation="flashxla": continuous batching with CUDA graphs, which transformers records by '
-            "default on a GPU, has given wrong tokens; accepted: ContinuousBatchingConfig(use_cuda_graph=False)"
-        )
+    if torch.compiler.is_compiling():
+        step = step._replace(cu_seq_lens_q=_outside_cuda_graphs(step.cu_seq_lens_q))
+    else:
+        _refuse_cuda_graphs(query)
     layer = paged_caches.layer(step.cache, module.layer_idx, step.arguments)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _over_ring if layer.kind == paged_caches.SLIDING else _over_pages
     return attend(layer, query, key, value, step, options)[None]
+
+
+def _refuse_cuda_graphs(x: torch.Tensor) -> None:
+    if capturing(x):
+        raise ValueError(
+            'attn_implementation="flashxla": continuous batching with CUDA graphs, which transformers records by '
+            "default on a GPU, has given wrong tokens; accepted: ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
+
+
+@torch.library.custom_op("flashxla_transformers::outside_cuda_graphs", mutates_args=())
+def _outside_cuda_graphs(x: torch.Tensor) -> torch.Tensor:
+    """x, in a compiled program, which is not asked when it is compiled but when it runs."""
+    _refuse_cuda_graphs(x)
+    return x.clone()
+
+
+_outside_cuda_graphs.register_fake(torch.empty_like)
 
 
 def _over_pages(

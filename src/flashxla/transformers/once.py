@@ -28,5 +28,7 @@ def once(tensor: torch.Tensor, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being recorded of what is done with the tensor."""
+    """Whether a CUDA graph is being recorded of what is done with the tensor. Compiled code cannot tell."""
+    if torch.compiler.is_compiling():
+        return False
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
