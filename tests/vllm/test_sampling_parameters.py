@@ -277,6 +277,24 @@ def test_logprobs_are_those_before(running, reference):
     assert logprobs[77].logprob == pytest.approx(x[77] - np.log(np.exp(x).sum()), abs=1e-3)
 
 
+def test_logprobs_are_those_drawn_from_where_the_engine_says_so(repeating, reference):
+    x = reference.logits(tuple(PROMPTS[2]))
+    biased = x + 2.5 * (np.arange(len(x)) == 77)
+    halved = reference.narrowed(x / 0.5, {"top_k": 3})
+    with engine(repeating, logprobs_mode="processed_logprobs", max_logprobs=5) as running:
+        for logits, wanted in (
+            (x, {}),
+            (biased, {"logit_bias": {77: 2.5}}),
+            (halved, {"temperature": 0.5, "top_k": 3}),
+        ):
+            (output,) = running.generate(PROMPTS[2:3], 1, logprobs=2, **wanted)
+            expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            got = output.outputs[0].logprobs[0]
+            assert len(got) >= 2
+            for token, entry in got.items():
+                assert entry.logprob == pytest.approx(expected[token], abs=1e-3), wanted
+
+
 def test_beside_structured_output(running):
     def chosen(**parameters):
         choice = StructuredOutputsParams(choice=["t17t18", "t21", "t30"])
