@@ -77,6 +77,55 @@ def test_packed_sequences(make_model: Make, family: str) -> None:
     torch.testing.assert_close(flat.reshape_as(expected), expected, atol=2e-4, rtol=1e-4)
 
 
+POSITIONS = {
+    "restart": [*range(9), *range(LENGTH - 9)],
+    "gap": [*range(9), *range(200, 200 + LENGTH - 9)],
+    "both": [*range(9), *range(30, 35), *range(LENGTH - 14)],
+}
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize("how", [lambda model: model, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_rows_of_a_mask_are_not_packed(make_model: Make, positions: str, use_cache: bool, how: Any) -> None:
+    """Whatever the positions: as eager attention has it, and whatever pads the other rows."""
+    model = make_model("llama")
+    ids, rows = ids_of(2), torch.tensor([POSITIONS[positions]]).expand(2, -1)
+    for tokens in ([[1] * LENGTH] * 2, [[1] * LENGTH, [0] + [1] * (LENGTH - 1)]):
+        mask = torch.tensor(tokens)
+        arguments = {"attention_mask": mask, "position_ids": rows, "use_cache": use_cache}
+        expected, got = each(model, lambda a=arguments: how(model)(ids, **a).logits)
+        torch.testing.assert_close(got * mask[..., None], expected * mask[..., None], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", [lambda model: model, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_where_packed_sequences_begin(make_model: Make, positions: str, use_cache: bool, how: Any) -> None:
+    """Without a mask: where a position is not larger than the one before it, with and without a cache."""
+    model = make_model("llama")
+    ids, row = ids_of(1), torch.tensor([POSITIONS[positions]])
+    starts = [i for i in range(1, LENGTH) if row[0, i] <= row[0, i - 1]]
+    lengths = torch.tensor([0, *starts, LENGTH]).diff().tolist()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        # With a mask, of ones, eager attention does not look at the positions.
+        expected = torch.cat(
+            [
+                model(part, attention_mask=torch.ones_like(part), position_ids=places).logits
+                for part, places in zip(ids.split(lengths, 1), row.split(lengths, 1), strict=True)
+            ],
+            dim=1,
+        )
+        model.set_attn_implementation("flashxla")
+        got = how(model)(ids, position_ids=row, use_cache=use_cache).logits
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+
+
 def test_positions_that_change_in_place(make_model: Make) -> None:
     """What was made of a tensor's first values must not be used for its next."""
     model = make_model("llama")
@@ -199,6 +248,17 @@ def test_encoders(make_model: Make, family: str, mask: str) -> None:
     ids, tokens = ids_of(), torch.tensor(MASKS[mask] or [[1] * LENGTH] * 3)
     run = lambda: model(ids, attention_mask=tokens).last_hidden_state * tokens[..., None]  # noqa: E731
     expected, got = each(model, run)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_encoders_are_not_packed(make_model: Make, positions: str) -> None:
+    """Whatever the positions, as eager attention has it."""
+    config = ENCODERS["bert"]()
+    config.max_position_embeddings = 256
+    model = make_model(config, transformers.AutoModel)
+    row = torch.tensor([POSITIONS[positions]])
+    expected, got = each(model, lambda: model(ids_of(1), position_ids=row).last_hidden_state)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 

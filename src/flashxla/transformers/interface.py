@@ -35,7 +35,8 @@ def attention(
         query, key, value: [B, Hq, Sq, D], [B, Hk, Sk, D] and [B, Hk, Sk, Dv].
         attention_mask: see masks.spans.
         cache: a PagedAttentionCache in continuous batching.
-        position_ids: [B, Sq]; without a mask, a position that is not one more than the last begins a sequence.
+        position_ids: [B, Sq]; without a mask, a position that is not larger than the one before it begins a
+            sequence, if attention is causal.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the sequences of a packed batch, if they are known.
         arguments: see arguments.Options.
 
@@ -56,6 +57,9 @@ def attention(
         paged = continuous_batching.Step(cache, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, arguments)
         return continuous_batching.attention(module, query, key, value, paged, options), None
     batch = Batch(query.shape[0], query.shape[2], key.shape[2])
+    may_be_packed = attention_mask is None and options.causal and batch.queries == batch.keys > 1
+    if attention_mask is not None and masks.is_whole_rows(attention_mask):
+        attention_mask = None
     if attention_mask is not None and masks.is_seen(attention_mask, batch.queries, batch.keys):
         out = _seen(query, key, value, attention_mask, options)
         return out.reshape(batch.rows, 1, *out.shape[-2:]), None
@@ -70,8 +74,8 @@ def attention(
     elif attention_mask is not None:
         out = _padded(query, key, value, attention_mask, options)
     elif (
-        position_ids is not None
-        and batch.queries == batch.keys > 1
+        may_be_packed
+        and position_ids is not None
         and (found := rows.packed(position_ids, batch.rows, batch.keys))
     ):
         starts, length = found

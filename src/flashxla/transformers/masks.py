@@ -17,6 +17,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 # A mask of spans is int32 [B, 1, 1, 4]: the first query that is a token and the first after them, and the same of the
 # keys. It has four dimensions because transformers hands on such masks as they are.
 SPANS_SHAPE = (1, 1, 4)
+# A mask of which all are tokens, but that was given: int32 [1, 1, 1, 0]. Its rows are a sequence each.
+_WHOLE_ROWS_SHAPE = (1, 1, 1, 0)
 
 _WINDOWS = {
     "sliding_window_overlay.<locals>.inner_mask",
@@ -26,7 +28,7 @@ _EXPRESSIBLE = {
     causal_mask_function.__qualname__,
     bidirectional_mask_function.__qualname__,
     *_WINDOWS,
-    # interface.attention finds them by the positions' restarts.
+    # interface.attention finds them by the positions.
     "packed_sequence_mask_function.<locals>.inner_mask",
     # transformers refuses sequences longer than a chunk itself, and one chunk is causal.
     "chunked_overlay.<locals>.inner_mask",
@@ -61,8 +63,9 @@ def spans(
             than causal.
 
     Returns:
-        None: all queries and keys are tokens. int32 [B, 1, 1, 4]: the spans of those that are. Where they may not lie
-        together, bool [B, M'], which keys are, of which the last q_length are the queries; for one query bool
+        None: all queries and keys are tokens, and the positions say whether rows are packed. int32 [1, 1, 1, 0]: all
+        are tokens, and each row is one sequence. int32 [B, 1, 1, 4]: the spans of those that are tokens. Where they may
+        not lie together, bool [B, M'], which keys are, of which the last q_length are the queries; for one query bool
         [B, 1, 1, kv_length], which keys it sees.
 
     Raises:
@@ -97,7 +100,8 @@ def spans(
     every, together = torch.stack([attention_mask.all(), (end - first == count).all()]).tolist()
     # Not for a static cache, not even when it is full: all of its steps are one program.
     if every and attention_mask.shape[1] >= kv_length and isinstance(q_offset, int):
-        return None
+        is_whole = causal and q_length == kv_length > 1
+        return torch.empty(_WHOLE_ROWS_SHAPE, dtype=torch.int32, device=device) if is_whole else None
     if not together:
         return (
             attention_mask
@@ -125,6 +129,11 @@ def _seen(
     place = torch.as_tensor(q_offset, device=device).reshape(1, 1)
     seen = torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
     return (seen & mask_function(rows, 0, place, keys))[:, None, None]
+
+
+def is_whole_rows(mask: torch.Tensor) -> bool:
+    """Whether a mask says that each row is one sequence, all of tokens."""
+    return mask.shape == _WHOLE_ROWS_SHAPE
 
 
 def is_seen(mask: torch.Tensor, queries: int, keys: int) -> bool:

@@ -96,7 +96,7 @@ def _between(values: torch.Tensor) -> torch.Tensor:
 def packed(position_ids: torch.Tensor, rows: int, length: int) -> tuple[torch.Tensor, int] | None:
     """Offsets int32 [S + 1] of sequences packed in rows, and the longest; None if each row is one.
 
-    A sequence begins where a position is not one more than the one before it, as in transformers' own masks.
+    A sequence begins where a position is not larger than the one before it. Positions may be left out.
     """
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != length:
         return None
@@ -109,7 +109,7 @@ def packed(position_ids: torch.Tensor, rows: int, length: int) -> tuple[torch.Te
 def _packed(position_ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, int] | None:
     positions = position_ids.expand(rows, -1)
     starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff(dim=1) != 1
+    starts[:, 1:] = positions.diff(dim=1) <= 0
     total = positions.numel()
     if reads_values(position_ids):
         offsets = starts.flatten().nonzero().flatten().tolist()
