@@ -9,6 +9,7 @@ import pytest
 
 import flashxla
 from flashxla import native
+from flashxla.ops import functions
 
 T, S, M, P, B, HQ, HK, D = 5, 2, 3, 9, 16, 4, 2, 64
 INDEX: tuple[tuple[int, ...], ...] = ((S,), (S, M), (S + 1,), (1,))
@@ -218,8 +219,124 @@ def test_wrong_calls_raise_what_the_call_raises(framework: str) -> None:
         flashxla.explain("paged_attention", query, *rest, sliding_window=0)
 
 
+def shaped(framework: str, *shape: int, dtype: str = "float32") -> Any:
+    """An array of a shape, in JAX without values."""
+    if framework == "jax":
+        return pytest.importorskip("jax").ShapeDtypeStruct(shape, dtype)
+    torch = pytest.importorskip("torch")
+    return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+
+def kv_cache_call(framework: str) -> dict[str, Any]:
+    """A call of flash_attn_with_kvcache that writes 5 tokens and attends: queries enough for two kernels."""
+    q, new, cache = ((S, T, HQ, D), (S, T, HK, D), (S, M * B, HK, D))
+    arrays = {"q": q, "k_cache": cache, "v_cache": cache, "k": new, "v": new}
+    given = {name: shaped(framework, *shape) for name, shape in arrays.items()}
+    return given | {"cache_seqlens": shaped(framework, S, dtype="int32")}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_a_write_and_attention(framework: str, by_name: bool) -> None:
+    """All operations are explained, in their order."""
+    name = "flash_attn_with_kvcache"
+    function = name if by_name else getattr(pytest.importorskip(f"flashxla.{framework}"), name)
+    got = flashxla.explain(function, **kv_cache_call(framework), platform="cpu")
+    assert (got.operation, got.platform) == (name, "cpu")
+    assert [part.operation for part in got.parts] == ["reshape_and_cache_flash", "flash_attn_varlen_func"]
+    write, attention = got.parts
+    assert got.kernels == write.kernels + attention.kernels
+    assert [(kernel.work, kernel.name) for kernel in got.kernels] == [
+        ("all", "kv_cache"),
+        ("few queries", "few_rows"),
+        ("many queries", "tiles"),
+    ]
+    assert got.few_queries == attention.few_queries and got.many_queries == attention.many_queries
+    assert got.instruction_set == attention.instruction_set and got.gradients is None
+    lines = [f"  {line}" for part in got.parts for line in str(part).splitlines()]
+    assert str(got).splitlines() == [f"{name} on cpu", *lines]
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_one_kernel_for_all_queries_behind_a_write(framework: str) -> None:
+    """Those of the queries are the attention's, not the write's."""
+    call = kv_cache_call(framework) | {"q": shaped(framework, S, 1, HQ, D)}
+    got = flashxla.explain("flash_attn_with_kvcache", **call, platform="cpu")
+    assert got.few_queries == got.many_queries == got.parts[1].few_queries
+    assert got.few_queries.startswith("few_rows: ")
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_what_several_operations_need(framework: str) -> None:
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    got = flashxla.explain("flash_attn_with_kvcache", **kv_cache_call(framework), platform="cuda")
+    assert got.kernels[0].work == "all" and len(got.kernels) > 1
+    assert got.plan_bytes == sum(part.plan_bytes for part in got.parts) > 0
+    assert got.workspace_bytes == max(part.workspace_bytes for part in got.parts)
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_a_call_of_one_operation_has_no_parts(framework: str) -> None:
+    """Whatever the function: the operation is named."""
+    call = kv_cache_call(framework) | {"k": None, "v": None}
+    got = flashxla.explain("flash_attn_with_kvcache", **call, platform="cpu")
+    assert got.operation == "flash_attn_varlen_func" and got.parts == ()
+    q, k = call["q"], call["k_cache"]
+    got = flashxla.explain("flash_attn_func", q, k, k, platform="cpu")
+    assert got.operation == "flash_attn_varlen_func" and got.parts == ()
+    assert got.gradients is not None
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_merges(framework: str) -> None:
+    outs, lses = [shaped(framework, T, HQ, D)] * 3, [shaped(framework, HQ, T)] * 3
+    got = flashxla.explain("merge_all_attn_states", outs, lses, platform="cpu")
+    assert [part.operation for part in got.parts] == ["merge_attn_states"] * 2
+    assert [kernel.name for kernel in got.kernels] == ["merge_states"] * 2
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_wrong_calls_of_several_operations(framework: str) -> None:
+    call = kv_cache_call(framework) | {"softcap": -1.0}
+    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: softcap: got -1\.0"):
+        flashxla.explain("flash_attn_with_kvcache", **call)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_several_operations_leave_their_tensors_alone(requires_grad: bool) -> None:
+    """Also after calls like them, and where autograd would mark the caches."""
+    torch = pytest.importorskip("torch")
+    fx = pytest.importorskip("flashxla.torch")
+    call = kv_cache_call("torch")
+    for name in "kv":
+        call[name] += 1
+    for _ in range(2):
+        fx.flash_attn_with_kvcache(**call)
+    caches = call["k_cache"], call["v_cache"]
+    for cache in caches:
+        cache.zero_()
+    versions = [cache._version for cache in caches]
+    call["q"].requires_grad_(requires_grad)
+    got = flashxla.explain(fx.flash_attn_with_kvcache, **call)
+    assert len(got.parts) == 2
+    assert not any(cache.any() or cache.requires_grad for cache in caches)
+    assert [cache._version for cache in caches] == versions
+    assert type(call["q"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("framework", ARGUMENTS)
+def test_names_of_functions(framework: str) -> None:
+    """Each public function has its name taken: it gets as far as the function's own look at its arguments."""
+    module = pytest.importorskip(f"flashxla.{framework}")
+    for name in functions.__all__:
+        assert name in module.__all__
+        with pytest.raises(TypeError, match=f"^{name}\\(\\)"):
+            flashxla.explain(name, extra=[shaped(framework, 1)])
+
+
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match="operation: got 'attention'; accepted: flash_attn_varlen_func"):
+    with pytest.raises(ValueError, match="operation: got 'attention'; accepted: append_paged_kv_cache, "):
         flashxla.explain("attention", np.zeros(3))
     with pytest.raises(ValueError, match=r"operation: got <function .*, which calls no operation"):
         flashxla.explain(pytest.importorskip("flashxla.jax").setup_custom_call)

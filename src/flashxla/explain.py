@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashxla import native, native_calls
 from flashxla.native import Kernel, Spec
-from flashxla.ops import OPS
+from flashxla.ops import OPS, functions
 from flashxla.ops.op import Call
 from flashxla.platforms import CPU, PLATFORMS
 
@@ -21,6 +22,10 @@ class Explanation:
     kernels: which kernel does what of the call. plan_bytes: of what depends on the index tensors alone, which layers
     share in a JAX program. workspace_bytes: beside it. instruction_set: of a processor, "" on a GPU. gradients: what
     computes those of the call, None if it has none.
+
+    parts: where a function makes calls of several operations, what serves each, in their order; else empty. kernels are
+    then those of all, plan_bytes their sum, workspace_bytes the most that one needs, and each part has gradients of its
+    own.
     """
 
     operation: str
@@ -30,20 +35,24 @@ class Explanation:
     workspace_bytes: int = 0
     instruction_set: str = ""
     gradients: Explanation | None = None
+    parts: tuple[Explanation, ...] = ()
 
-    def _of(self, work: str) -> str:
-        kernel = next((k for k in self.kernels if k.work == work), self.kernels[0])
+    def _of(self, *works: str) -> Kernel:
+        """The kernel of the first of these works that there is."""
+        return next((k for work in works for k in self.kernels if k.work == work), self.kernels[0])
+
+    def _described(self, kernel: Kernel) -> str:
         return f"{kernel}, {self.instruction_set}" if self.instruction_set else str(kernel)
 
     @property
     def few_queries(self) -> str:
         """The kernel of sequences with few queries: decode."""
-        return self._of("few queries")
+        return self._described(self._of("few queries", "all queries"))
 
     @property
     def many_queries(self) -> str:
         """The kernel of the other sequences: prefill. The same for an operation that makes no difference."""
-        return self._of("many queries")
+        return self._described(self._of("many queries", "all queries"))
 
     @property
     def reason(self) -> str:
@@ -52,8 +61,10 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.operation} on {self.platform}"]
+        if self.parts:
+            return "\n".join([*lines, *(textwrap.indent(str(part), "  ") for part in self.parts)])
         for kernel in self.kernels:
-            lines.append(f"  {kernel.work:<16} {self._of(kernel.work)}")
+            lines.append(f"  {kernel.work:<16} {self._described(kernel)}")
             if kernel.reason:
                 lines.append(f"  {'':<16} because: {kernel.reason}")
         if self.plan_bytes or self.workspace_bytes:
@@ -70,17 +81,30 @@ def explain(
     """Say which kernels serve a call, without running it.
 
     operation: a function of flashxla.torch or flashxla.jax, or the name of one. args, kwargs: its arguments; arrays
-    may be shapes and dtypes (jax.ShapeDtypeStruct). platform: "cpu" or "cuda"; default: where the arrays are.
-    Raises what the call itself would raise for wrong arguments.
+    may be shapes and dtypes (jax.ShapeDtypeStruct). platform: "cpu" or "cuda"; default: where the arrays are. Of a
+    function that makes calls of several operations all are explained. Raises what the call itself would raise for
+    wrong arguments.
     """
     if platform is not None and platform not in PLATFORMS:
         accepted = ", ".join(map(repr, PLATFORMS))
         raise ValueError(f"explain: platform: got {platform!r}; accepted: {accepted}")
-    if _framework(operation, (*args, *kwargs.values())) == "torch":
-        call, operands, found = _torch_call(operation, args, kwargs)
-    else:
-        call, operands, found = _jax_call(operation, args, kwargs)
-    return _explain(call, operands, platform or found)
+    framework = _framework(operation, (*args, *kwargs.values()))
+    function = _function(operation, framework)
+    calls, found = (_torch_calls if framework == "torch" else _jax_calls)(function, args, kwargs)
+    if not calls:
+        raise ValueError(f"explain: operation: got {operation!r}, which calls no operation of flashxla")
+    parts = tuple(_explain(call, operands, platform or found) for call, operands in calls)
+    if len(parts) == 1:
+        return parts[0]
+    return Explanation(
+        getattr(function, "__name__", str(function)),
+        parts[0].platform,
+        tuple(kernel for part in parts for kernel in part.kernels),
+        sum(part.plan_bytes for part in parts),
+        max(part.workspace_bytes for part in parts),
+        parts[0].instruction_set,
+        parts=parts,
+    )
 
 
 def _explain(call: Call, operands: Mapping[str, Spec], platform: str) -> Explanation:
@@ -123,26 +147,22 @@ def _framework(operation: str | Callable[..., Any], values: tuple[Any, ...]) -> 
 def _function(operation: str | Callable[..., Any], framework: str) -> Callable[..., Any]:
     if callable(operation):
         return operation
-    module = importlib.import_module(f"flashxla.{framework}")
-    operations = sorted(op.function for op in OPS if op.public)
-    if operation not in operations:
-        raise ValueError(f"explain: operation: got {operation!r}; accepted: {', '.join(operations)}")
-    return getattr(module, operation)
+    if operation not in functions.__all__:
+        accepted = ", ".join(functions.__all__)
+        raise ValueError(f"explain: operation: got {operation!r}; accepted: {accepted}")
+    return getattr(importlib.import_module(f"flashxla.{framework}"), operation)
 
 
-def _no_operation(operation: str | Callable[..., Any]) -> ValueError:
-    return ValueError(f"explain: operation: got {operation!r}, which calls no operation of flashxla")
+# The calls of operations that a function makes, with their operands, and the platform where its arrays are.
+_Calls = list[tuple[Call, Mapping[str, Spec]]]
+_Found = tuple[_Calls, str]
 
 
-_Found = tuple[Call, Mapping[str, Spec], str]
-
-
-def _jax_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Found:
+def _jax_calls(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Found:
     import jax
 
     from flashxla import jax_calls
 
-    function = _function(operation, "jax")
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
@@ -150,14 +170,13 @@ def _jax_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return function(*args, **kwargs)
 
-    with jax_calls.observe() as calls:
+    with jax_calls.observe() as observed:
         jax.eval_shape(traced, arrays)
-    if not calls:
-        raise _no_operation(operation)
-    ((call, avals),) = calls
-    fields = [field for _, field in call.operands]
-    operands = {field: Spec(a.dtype, a.shape) for field, a in zip(fields, avals, strict=True)}
-    return call, operands, _jax_platform(list(arrays.values()))
+    calls: _Calls = []
+    for call, avals in observed:
+        fields = [field for _, field in call.operands]
+        calls.append((call, {f: Spec(a.dtype, a.shape) for f, a in zip(fields, avals, strict=True)}))
+    return calls, _jax_platform(list(arrays.values()))
 
 
 def _jax_platform(arrays: list[Any]) -> str:
@@ -173,35 +192,33 @@ def _jax_platform(arrays: list[Any]) -> str:
     return names.get(found, CPU.name)
 
 
-def _torch_call(operation: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Found:
+def _torch_calls(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Found:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from flashxla import torch_calls, torch_library
 
-    function = _function(operation, "torch")
-    found: list[_Found] = []
-
-    class Stop(Exception):
-        pass
+    calls: _Calls = []
+    devices: list[str] = []
 
     class Observe(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             namespace, _, name = func._schema.name.partition("::")
             op = next((op for op in OPS if op.name == name), None)
-            if namespace != "flashxla" or op is None:
-                return func(*args, **kwargs or {})
-            values = torch_library.values_of(op, args)
-            signature = torch_calls.signature(op, values)
-            call = torch_calls.resolve(op, signature)
-            device = values[0].device.type
-            operands = torch_calls.operand_specs(op, call, signature)
-            names = {p.torch_device: p.name for p in PLATFORMS.values()}
-            found.append((call, operands, names.get(device, CPU.name)))
-            raise Stop
+            if namespace == "flashxla" and op is not None:
+                values = torch_library.values_of(op, args)
+                signature = torch_calls.signature(op, values)
+                call = torch_calls.resolve(op, signature)
+                calls.append((call, torch_calls.operand_specs(op, call, signature)))
+                devices.append(values[0].device.type)
+            return func(*args, **kwargs or {})
 
-    try:
+    # Of fake tensors nothing is computed, and what they are copies of is not updated.
+    with FakeTensorMode() as fake:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fake.from_tensor, (args, kwargs))
         with Observe():
             function(*args, **kwargs)
-    except Stop:
-        return found[0]
-    raise _no_operation(operation)
+    names = {p.torch_device: p.name for p in PLATFORMS.values()}
+    return calls, names.get(devices[0], CPU.name) if devices else CPU.name

@@ -16,7 +16,7 @@ import numpy as np
 from flashxla.jax_avals import vary, varying_axes
 from flashxla.jax_functions import call, resolve
 from flashxla.ops.arguments import window_sides
-from flashxla.ops.flash_attn_forms import SAME_LENGTHS
+from flashxla.ops.flash_attn_forms import SAME_LENGTHS, shape_of
 from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
 from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD
 from flashxla.ops.messages import in_words_of, type_error, value_error
@@ -100,7 +100,7 @@ def ring_attention(
         q, k and v, through both.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes.
+        TypeError, ValueError: wrong dtypes or shapes, no such axis.
     """
     function = "ring_attention"
     q, k, v, cu_seqlens = (jnp.asarray(x) for x in (q, k, v, cu_seqlens))
@@ -133,8 +133,7 @@ def ring_attention(
         axis_name, int(max_seqlen), float(scale), (int(left), -1), float(softcap), bool(deterministic)
     )
     # Each varies over the ring's axis, and over whatever others (data, heads) one of them varies over.
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    axes = varying_axes([q, k, v, cu_seqlens]) | set(names)
+    axes = varying_axes([q, k, v, cu_seqlens]) | set(_checked_axes(function, axis_name))
     out, lse = _ring(options, *(vary(x, axes) for x in (q, k, v, cu_seqlens)))
     return (out, lse) if return_softmax_lse else out
 
@@ -146,12 +145,23 @@ def merge_attn_states_over(out: Any, lse: Any, axis_name: str) -> tuple[jax.Arra
 
     Args:
         out: [T, Hq, D], this device's result.
-        lse: float32 [Hq, T]; -inf marks a part without keys.
+        lse: float32 [Hq, T]; -inf or +inf marks a part without keys.
         axis_name: of the mesh axis.
 
     Returns:
         (out [T, Hq, D], lse [Hq, T]) of all keys, on every device.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes, no such axis.
     """
+    function = "merge_attn_states_over"
+    tokens, heads, _ = shape_of(function, "out", out, "T Hq D")
+    shape_of(function, "lse", lse, "Hq T", Hq=heads, T=tokens)
+    for name, array, accepted in (("out", out, FLOATS), ("lse", lse, ("float32",))):
+        if str(array.dtype) not in accepted:
+            raise type_error(function, name, f"dtype {array.dtype}", ", ".join(accepted))
+    _checked_axes(function, axis_name, of_vmap=True)
+    lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
     # The largest is a common factor, which has no gradient of its own.
     top = jax.lax.pmax(jax.lax.stop_gradient(lse), axis_name)
     weight = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top)))
@@ -160,6 +170,33 @@ def merge_attn_states_over(out: Any, lse: Any, axis_name: str) -> tuple[jax.Arra
     mine = jnp.where(weight.T[:, :, None] > 0, weight.T[:, :, None] * out.astype(jnp.float32), 0.0)
     merged = jax.lax.psum(mine, axis_name) / jnp.where(total == 0, 1.0, total).T[:, :, None]
     return merged.astype(out.dtype), top + jnp.log(jnp.where(total == 0, 1.0, total))
+
+
+def _checked_axes(function: str, axis_name: Any, of_vmap: bool = False) -> tuple[str, ...]:
+    """The names of an axis, or of several as one. Raises ValueError where the call is not inside their shard_map.
+
+    of_vmap: that of a jax.vmap around the call will do.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+    if names and all(name in axes or (of_vmap and _is_bound(name)) for name in names):
+        return names
+    if not axes:
+        got = f"{axis_name!r} outside jax.shard_map"
+        raise value_error(
+            function, "axis_name", got, "a mesh axis of the jax.shard_map that the call is inside"
+        )
+    accepted = f"an axis of the jax.shard_map that the call is inside: {', '.join(map(repr, axes))}"
+    raise value_error(function, "axis_name", repr(axis_name), accepted)
+
+
+def _is_bound(name: Any) -> bool:
+    try:
+        hash(name)
+        jax.lax.axis_size(name)
+    except (NameError, TypeError, ValueError):  # a number is an axis of an array
+        return False
+    return True
 
 
 # The ring

@@ -72,7 +72,8 @@ def _platform(keyset: Any) -> str | None:
 def _refuse_tangents(op: Op, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(f"{op.function}: no forward-mode derivative, and no backward pass")
+            others = "" if op.vjp else f", and {op.missing_derivative}"
+            raise NotImplementedError(f"{op.function}: no forward-mode derivative{others}")
 
 
 def _message(op: Op, names: Sequence[str], reason: str = "") -> str:

@@ -122,11 +122,9 @@ def test_inference_mode(frontend: TorchFrontend, call: str) -> None:
             assert result.is_inference() and not result.requires_grad
 
 
-@pytest.mark.frontends("torch")
-@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "jacfwd"])
-@pytest.mark.parametrize("call", ["dense", "paged", "pair", "write"])
-def test_function_transforms_raise(frontend: TorchFrontend, call: str, transform: str) -> None:
-    torch = frontend.torch
+def transformed(frontend: TorchFrontend, call: str, transform: str) -> Any:
+    """A transformation of torch.func of a call, in its first source."""
+    func = frontend.torch.func
     plain = TorchCall(frontend, call, requires_grad=False)
     name = SOURCES[call][0]
     x = plain.tensors[name]
@@ -136,14 +134,47 @@ def test_function_transforms_raise(frontend: TorchFrontend, call: str, transform
         return (x if result is None else result).sum()
 
     asks: dict[str, Callable[[], Any]] = {
-        "grad": lambda: torch.func.grad(function)(x),
-        "vjp": lambda: torch.func.vjp(function, x),
-        "jacrev": lambda: torch.func.jacrev(function)(x),
-        "jvp": lambda: torch.func.jvp(function, (x,), (x,)),
-        "jacfwd": lambda: torch.func.jacfwd(function)(x),
+        "grad": lambda: func.grad(function)(x),
+        "vjp": lambda: func.vjp(function, x),
+        "jacrev": lambda: func.jacrev(function)(x),
+        "jvp": lambda: func.jvp(function, (x,), (x,)),
+        "jacfwd": lambda: func.jacfwd(function)(x),
     }
+    return asks[transform]()
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev"])
+@pytest.mark.parametrize("call", ["dense", "paged", "pair", "write"])
+def test_function_transforms_raise(frontend: TorchFrontend, call: str, transform: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{CALLS[call][0]}: .*no backward pass"):
-        asks[transform]()
+        transformed(frontend, call, transform)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd"])
+@pytest.mark.parametrize(
+    ("call", "more"),
+    [("dense", ""), ("pair", ", and no backward pass"), ("write", ", and no backward pass")],
+)
+def test_forward_mode_raises(frontend: TorchFrontend, call: str, more: str, transform: str) -> None:
+    """That there is no backward pass is said only of an operation that has none."""
+    with pytest.raises(NotImplementedError) as error:
+        transformed(frontend, call, transform)
+    assert str(error.value) == f"{CALLS[call][0]}: no forward-mode derivative{more}"
+
+
+@pytest.mark.frontends("torch")
+def test_forward_mode_of_a_gradient_raises(frontend: TorchFrontend) -> None:
+    call = TorchCall(frontend, "dense")
+    forward_ad = frontend.torch.autograd.forward_ad
+    (out,) = call.run()
+    with forward_ad.dual_level():
+        cotangent = forward_ad.make_dual(frontend.torch.ones_like(out), frontend.torch.ones_like(out))
+        with pytest.raises(NotImplementedError) as error:
+            frontend.torch.autograd.grad(out, call.sources, cotangent)
+    said = "flash_attn_varlen_func: no forward-mode derivative, and no second derivative"
+    assert str(error.value) == said
 
 
 @pytest.mark.frontends("torch", "lazy")

@@ -153,6 +153,34 @@ def check_merging() -> None:
         assert_close("float32", got, expected)
 
 
+def check_empty_parts(mark: float) -> None:
+    """Parts that their LSE marks as empty, whatever their out holds: as merge_attn_states, and with gradients."""
+    outs, lses = normal(COUNT, 6, HEADS, DIM), normal(COUNT, HEADS, 6)
+    empty = np.zeros((COUNT, HEADS, 6), bool)
+    empty[0] = True
+    empty[1, 1, 2:4] = True  # with two devices, of these there is no part
+    outs = jnp.where(empty.swapaxes(1, 2)[..., None], jnp.nan, outs)
+    lses = jnp.where(empty, mark, lses)
+
+    def merged(out: Any, lse: Any) -> Any:
+        return fx.merge_attn_states_over(out[0], lse[0], "context")
+
+    parts = P("context")
+    sharded = jax.shard_map(merged, mesh=MESH, in_specs=(parts, parts), out_specs=(P(), P()))
+    out, lse = jax.jit(sharded)(outs, lses)
+    expected_out, expected_lse = fx.merge_all_attn_states(list(outs), list(lses))
+    assert_close("float32", out, expected_out)
+    assert_close("float32", lse, expected_lse)
+
+    def loss(outs: Any, lses: Any) -> Any:
+        out, lse = sharded(outs, lses)
+        return out.sum() + jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
+
+    of_outs, of_lses = jax.jit(jax.grad(loss, (0, 1)))(outs, lses)
+    assert jnp.isfinite(of_outs).all() and jnp.isfinite(of_lses).all()
+    assert not of_lses[empty].any() and of_lses[~empty].any()
+
+
 def check_decoding() -> None:
     """Each device has some pages of each sequence."""
     sequences, pages, page = 3, 2, 4
@@ -206,4 +234,6 @@ if __name__ == "__main__":
     with jax.enable_x64(True):
         check_ring(several, "float32", check_vma=True)
     check_merging()
+    check_empty_parts(-jnp.inf)
+    check_empty_parts(jnp.inf)
     check_decoding()

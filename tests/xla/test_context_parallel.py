@@ -7,9 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from flashxla import jax as fx
 from flashxla.xla import gpu
@@ -70,3 +72,79 @@ def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -
     arguments |= {"cu_seqlens": np.array([0, 8], np.int32), "max_seqlen": 8, "axis_name": "context"}
     with pytest.raises(error, match=f"^ring_attention: {message}"):
         fx.ring_attention(**arguments | changes)
+
+
+def on_mesh(function: Any) -> None:
+    """Trace a function of nothing inside a shard_map over the axes "data" and "context"."""
+    mesh = jax.make_mesh((1, 1), ("data", "context"), devices=jax.devices()[:1])
+    jax.eval_shape(jax.shard_map(function, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))
+
+
+def ring(axis_name: Any) -> Any:
+    """A right call but for the axis."""
+    q = np.zeros((4, 2, 8), np.float32)
+    return fx.ring_attention(q, q, q, np.array([0, 4], np.int32), 4, axis_name=axis_name)
+
+
+def merge(axis_name: Any = "context", **changes: Any) -> Any:
+    arguments = {"out": np.zeros((4, 2, 8), np.float32), "lse": np.zeros((2, 4), np.float32)}
+    return fx.merge_attn_states_over(**arguments | changes, axis_name=axis_name)
+
+
+ON_AN_AXIS = pytest.mark.parametrize(
+    ("function", "name"), [(ring, "ring_attention"), (merge, "merge_attn_states_over")]
+)
+
+
+@ON_AN_AXIS
+def test_outside_shard_map(function: Any, name: str) -> None:
+    """Also under a mesh, and with a jit around."""
+    message = f"^{name}: axis_name: got 'context' outside jax.shard_map; accepted: a mesh axis of"
+    mesh = jax.make_mesh((1,), ("context",), devices=jax.devices()[:1])
+    for call in (function, jax.jit(function, static_argnums=0)):
+        with pytest.raises(ValueError, match=message):
+            call("context")
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+            call("context")
+
+
+@ON_AN_AXIS
+@pytest.mark.parametrize("axis_name", ["nope", ("context", "nope"), (), None, 0, ["context"]], ids=str)
+def test_unknown_axes(function: Any, name: str, axis_name: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{name}: axis_name: got .*; accepted: .*'context', 'data'"
+    ) as error:
+        on_mesh(lambda: function(axis_name))
+    assert f"got {axis_name!r};" in str(error.value)
+
+
+@ON_AN_AXIS
+@pytest.mark.parametrize("axis_name", ["context", ("data", "context")], ids=str)
+def test_known_axes(function: Any, name: str, axis_name: Any) -> None:
+    on_mesh(lambda: function(axis_name))
+
+
+def test_merging_over_an_axis_of_vmap() -> None:
+    """Two parts of equal weights: the mean."""
+    outs, lses = np.arange(128, dtype=np.float32).reshape(2, 4, 2, 8), np.zeros((2, 2, 4), np.float32)
+    out, lse = jax.vmap(lambda *part: fx.merge_attn_states_over(*part, "part"), axis_name="part")(outs, lses)
+    for part in range(2):
+        np.testing.assert_allclose(out[part], outs.mean(0))
+        np.testing.assert_allclose(lse[part], np.full((2, 4), np.log(2.0)), rtol=1e-6)
+
+
+WRONG_STATES = [
+    ({"lse": np.zeros((4, 2), np.float32)}, ValueError, r"lse: got shape \[4, 2\]; accepted: \[2, 4\]"),
+    ({"lse": np.zeros(4, np.float32)}, ValueError, r"lse: got shape \[4\]; accepted: \[2, 4\]"),
+    ({"lse": 0.0}, TypeError, r"lse: got 0.0 \(float\); accepted: a tensor \[2, 4\]"),
+    ({"lse": np.zeros((2, 4), np.float16)}, TypeError, "lse: got dtype float16; accepted: float32"),
+    ({"out": np.zeros((4, 2), np.float32)}, ValueError, r"out: got shape \[4, 2\]; accepted: \[T, Hq, D\]"),
+    ({"out": np.zeros((4, 2, 8), np.int32)}, TypeError, "out: got dtype int32; accepted: float32"),
+    ({"out": None}, TypeError, r"out: got None \(NoneType\)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG_STATES, ids=lambda x: str(x)[:25])
+def test_wrong_states(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^merge_attn_states_over: {message}"):
+        on_mesh(lambda: merge(**changes))

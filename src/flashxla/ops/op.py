@@ -282,10 +282,14 @@ class Op:
         scalars = {s.name for s in self.scalars}
         return {r.when: True for r in self.results if r.when in scalars and r.name in results}
 
+    @functools.cached_property
+    def missing_derivative(self) -> str:
+        """What messages say that there is none of, where an op has no vjp."""
+        return "no second derivative" if self.caller else "no backward pass"
+
     def no_gradient(self, reason: str = "") -> str:
         """What messages say first where a gradient is asked for that there is none of."""
-        missing = "second derivative" if self.caller else "backward pass"
-        return f"{self.function}: no {missing}" + (f" ({reason})" if reason else "")
+        return f"{self.function}: {self.missing_derivative}" + (f" ({reason})" if reason else "")
 
     def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
         """What messages call an argument in a call that has the tensors for which `is_given` holds."""
