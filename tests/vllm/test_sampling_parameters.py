@@ -348,6 +348,9 @@ def test_not_with_speculation(repeating, reference):
             running.generate(PROMPTS[:1], 2, repetition_penalty=1.5)
         with pytest.raises(VLLMValidationError, match=r"structured_outputs=.* with speculative decoding"):
             running.generate(PROMPTS[:1], 2, structured_outputs=StructuredOutputsParams(choice=["t21"]))
+        for name in ("logprobs", "prompt_logprobs"):
+            with pytest.raises(VLLMValidationError, match=rf" {name}=0 with speculative decoding\.$"):
+                running.generate(PROMPTS[:1], 2, **{name: 0})
         assert running.greedy(PROMPTS[2:3]) == [reference.write(PROMPTS[2], 12)]
 
 
