@@ -68,7 +68,7 @@ def test_logprobs_of_the_whole_vocabulary(most, checkpoint, reference):
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_prompt_logprobs_beside_preemption(asynchronous, checkpoint, reference, hf_tokens):
-    """Each request gets them once. A cache of 12 blocks of 16 for six sequences that grow to 5 blocks each, in chunks."""
+    """Each request gets them once. A cache of 12 blocks of 16 for six sequences that grow to 5 blocks each."""
     prompts = [[(i * j) % 450 + 11 for j in range(30)] for i in range(1, 7)]
     options = {"num_gpu_blocks_override": 13, "max_model_len": 128, "max_num_batched_tokens": 24}
     with engine(checkpoint("llama"), async_scheduling=asynchronous, **options) as running:
