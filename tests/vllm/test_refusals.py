@@ -4,6 +4,10 @@ import json
 import shutil
 
 import pytest
+from flashxla_vllm import refusals
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from tests.vllm.engine import engine
 
@@ -58,6 +62,43 @@ def test_draft_models(checkpoint):
     refused(checkpoint("llama"), "speculative decoding by", speculative_config=draft)
 
 
+def test_kv_connectors(checkpoint):
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    refused(checkpoint("llama"), "kv-transfer-config", kv_transfer_config=transfer)
+    refused(checkpoint("llama"), "kv-offloading-size", kv_offloading_size=1.0)
+
+
+def test_watermarks(checkpoint):
+    refused(checkpoint("llama"), "watermark-config", watermark_config={"key": 5})
+
+
+def test_custom_logits_processors(checkpoint):
+    class Nothing(LogitsProcessor):
+        def __init__(self, *_):
+            pass
+
+        def is_argmax_invariant(self):
+            return True
+
+        def update_state(self, batch_update):
+            pass
+
+        def apply(self, logits):
+            return logits
+
+    refused(checkpoint("llama"), "custom logits processors", logits_processors=[Nothing])
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_for_log_probabilities(mode, checkpoint):
+    match = f"logprobs-mode {mode}; raw_logprobs and processed_logprobs work"
+    refused(checkpoint("llama"), match, logprobs_mode=mode)
+
+
+def test_prompts_that_are_embeddings(checkpoint):
+    refused(checkpoint("llama"), "enable-prompt-embeds", enable_prompt_embeds=True)
+
+
 def test_pooling_models(checkpoint):
     refused(checkpoint("llama"), "classification", runner="pooling", convert="classify")
     refused(checkpoint("llama"), "pooling models with", runner="pooling", data_parallel_size=2)
@@ -80,3 +121,22 @@ def test_latent_attention(checkpoint, tmp_path):
     config.pop("head_dim", None)
     (path / "config.json").write_text(json.dumps(config))
     refused(path, "MLA")
+
+
+def test_prompt_logprobs_of_multimodal_models(tmp_path):
+    """Per request, by a model's config alone; not where it is to read text only."""
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2},
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = SamplingParams(prompt_logprobs=0)
+    options = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    EngineArgs(**options).create_engine_config()
+    refusals.check_request(SamplingParams(logprobs=1))
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs=0 with multimodal models"):
+        refusals.check_request(asked)
+    EngineArgs(**options, limit_mm_per_prompt={"image": 0}).create_engine_config()
+    refusals.check_request(asked)

@@ -3,7 +3,10 @@
 import math
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from tests.vllm import checkpoints
 from tests.vllm.checkpoints import PROMPTS
 from tests.vllm.engine import engine
 
@@ -14,23 +17,68 @@ def running(checkpoint):
         yield running
 
 
-def test_logprobs_are_hfs(running, checkpoint):
-    import torch
-    from transformers import AutoModelForCausalLM
-
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    """Transformers' log probabilities at each place of some tokens."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
+
+    @torch.inference_mode()
+    def logprobs(ids):
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+
+    return logprobs
+
+
+def expect_prompt_logprobs(prompt, output, expected, at_least=1):
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for i, top in enumerate(output.prompt_logprobs[1:]):
+        assert prompt[i + 1] in top and len(top) >= at_least
+        for token, logprob in top.items():
+            assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=1e-3)
+
+
+def expect_logprobs(prompt, sample, expected, at_least):
+    assert len(sample.logprobs) == len(sample.token_ids)
+    for i, top in enumerate(sample.logprobs):
+        assert sample.token_ids[i] in top and len(top) >= at_least
+        for token, logprob in top.items():
+            assert logprob.logprob == pytest.approx(expected[len(prompt) - 1 + i, token].item(), abs=1e-3)
+
+
+def test_logprobs_are_hfs(running, reference):
     for prompt, output in zip(
         PROMPTS[2:4], running.generate(PROMPTS[2:4], 4, logprobs=3, prompt_logprobs=1), strict=True
     ):
-        ids = [*prompt, *output.outputs[0].token_ids]
-        with torch.inference_mode():
-            expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
-        for i, top in enumerate(output.outputs[0].logprobs):
-            assert len(top) >= 3
-            for token, logprob in top.items():
-                assert logprob.logprob == pytest.approx(expected[len(prompt) - 1 + i, token].item(), abs=1e-3)
-        for i, top in enumerate(output.prompt_logprobs[1:]):
-            assert top[prompt[i + 1]].logprob == pytest.approx(expected[i, prompt[i + 1]].item(), abs=1e-3)
+        expected = reference([*prompt, *output.outputs[0].token_ids])
+        expect_logprobs(prompt, output.outputs[0], expected, 3)
+        expect_prompt_logprobs(prompt, output, expected)
+
+
+@pytest.mark.parametrize("most", [-1, checkpoints.VOCABULARY + 100])
+def test_logprobs_of_the_whole_vocabulary(most, checkpoint, reference):
+    with engine(checkpoint("llama"), max_logprobs=most) as running:
+        for count in (-1, 30):
+            (output,) = running.generate(PROMPTS[2:3], 2, logprobs=count, prompt_logprobs=count)
+            expected = reference([*PROMPTS[2], *output.outputs[0].token_ids])
+            at_least = checkpoints.VOCABULARY if count == -1 else count
+            expect_logprobs(PROMPTS[2], output.outputs[0], expected, at_least)
+            expect_prompt_logprobs(PROMPTS[2], output, expected, at_least)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_prompt_logprobs_beside_preemption(asynchronous, checkpoint, reference, hf_tokens):
+    """Each request gets them once. A cache of 12 blocks of 16 for six sequences that grow to 5 blocks each."""
+    prompts = [[(i * j) % 450 + 11 for j in range(30)] for i in range(1, 7)]
+    options = {"num_gpu_blocks_override": 13, "max_model_len": 128, "max_num_batched_tokens": 24}
+    with engine(checkpoint("llama"), async_scheduling=asynchronous, **options) as running:
+        for _ in range(2):
+            outputs = running.generate(prompts, 40, prompt_logprobs=2)
+            tokens = [list(output.outputs[0].token_ids) for output in outputs]
+            assert tokens == hf_tokens("llama", prompts, 40)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expect_prompt_logprobs(prompt, output, reference(prompt), 2)
+        assert running.metric("num_preemptions") > 0
 
 
 def test_stop_strings_and_tokens(running, hf_tokens):

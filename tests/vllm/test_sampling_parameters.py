@@ -281,16 +281,21 @@ def test_logprobs_are_those_drawn_from_where_the_engine_says_so(repeating, refer
     x = reference.logits(tuple(PROMPTS[2]))
     biased = x + 2.5 * (np.arange(len(x)) == 77)
     halved = reference.narrowed(x / 0.5, {"top_k": 3})
+    narrowings = [{"top_k": 2}, {"top_p": 0.2}, {"min_p": 0.5}, {"top_k": 4, "min_p": 0.5}]
     with engine(repeating, logprobs_mode="processed_logprobs", max_logprobs=5) as running:
         for logits, wanted in (
             (x, {}),
             (biased, {"logit_bias": {77: 2.5}}),
             (halved, {"temperature": 0.5, "top_k": 3}),
+            *((reference.narrowed(x, narrow), {"temperature": 1.0} | narrow) for narrow in narrowings),
         ):
-            (output,) = running.generate(PROMPTS[2:3], 1, logprobs=2, **wanted)
+            (output,) = running.generate(PROMPTS[2:3], 1, logprobs=5, **wanted)
             expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
             got = output.outputs[0].logprobs[0]
-            assert len(got) >= 2
+            assert len(got) >= 5
+            # Of what is left out vLLM says -inf.
+            least = min(entry.logprob for entry in got.values())
+            assert (least == -np.inf) == (np.isfinite(logits).sum() < 5), wanted
             for token, entry in got.items():
                 assert entry.logprob == pytest.approx(expected[token], abs=1e-3), wanted
 
@@ -348,6 +353,9 @@ def test_not_with_speculation(repeating, reference):
             running.generate(PROMPTS[:1], 2, repetition_penalty=1.5)
         with pytest.raises(VLLMValidationError, match=r"structured_outputs=.* with speculative decoding"):
             running.generate(PROMPTS[:1], 2, structured_outputs=StructuredOutputsParams(choice=["t21"]))
+        for name in ("logprobs", "prompt_logprobs"):
+            with pytest.raises(VLLMValidationError, match=rf" {name}=0 with speculative decoding\.$"):
+                running.generate(PROMPTS[:1], 2, **{name: 0})
         assert running.greedy(PROMPTS[2:3]) == [reference.write(PROMPTS[2], 12)]
 
 

@@ -876,6 +876,37 @@ def logprobs_of_the_sampled_token_alone() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.runner.input_batch:CachedRequestState",
+    "tpu_inference.runner.input_batch:InputBatch.add_request",
+    "tpu_inference.runner.persistent_batch_manager:PersistentBatchManager.update_states",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._get_prompt_logprobs_dict",
+    "tpu_inference.layers.jax.sample.sampling:compute_prompt_logprobs",
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+)
+def prompt_logprobs_once() -> None:
+    """In 0.32.0 a request that was preempted asks for its prompt's log probabilities again when it comes back. vLLM's
+    scheduler has had them with the first token; chunks of a prompt without a new token may not bring any, so it ends.
+    """
+    from tpu_inference.runner.input_batch import InputBatch
+
+    original = InputBatch.add_request
+
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = request.in_progress_prompt_logprobs_cpu
+        result = original(self, request, *args, **kwargs)
+        has_tokens = bool(request.output_token_ids)
+        if has_tokens:
+            self.num_prompt_logprobs.pop(request.req_id, None)
+        if has_tokens or begun is not None:  # a step that is under way may still fill in what was begun
+            request.in_progress_prompt_logprobs_cpu = begun
+        return result
+
+    InputBatch.add_request = add_request
+
+
+@_override(
+    _WORKER,
     "tpu_inference.runner.tpu_runner:TPUModelRunner.load_model",
     "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
     "tpu_inference.models.common.model_loader:get_flax_model",

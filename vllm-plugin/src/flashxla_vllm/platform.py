@@ -57,6 +57,12 @@ class XlaPlatform(TpuPlatform):
         # JAX compiles the step; torch.compile under torchax fails with torch >= 2.11.
         vllm_config.compilation_config.mode = CompilationMode.NONE
         memory.claim_device_memory(vllm_config)
+        model = vllm_config.model_config
+        if model is not None:
+            # tpu-inference takes the number as it is: -1, which means all, and one that is larger fail in its top-k.
+            vocabulary = model.get_vocab_size()
+            if not 0 <= model.max_logprobs <= vocabulary:
+                model.max_logprobs = vocabulary
 
     @classmethod
     def _resolve_multiprocess_dp(cls, vllm_config: VllmConfig) -> None:

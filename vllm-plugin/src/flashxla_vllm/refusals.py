@@ -16,9 +16,13 @@ _IGNORED = (
     "thinking_token_budget",
     "trace_decode_token_ids",
 )
+# Of the others tpu-inference returns log probabilities, too.
+_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 # By a feature of the engine that this process configured last: which parameters do not work with it.
 _not_with: dict[str, set[str]] = {}
 _STRUCTURED = {"structured_outputs"}
+# Asked for by a number, of which 0 is one.
+_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
 def check_request(params: Any) -> None:
@@ -37,14 +41,17 @@ def check_request(params: Any) -> None:
     ignored = [name for name in _IGNORED if getattr(params, name, None) is not None]
     if ignored:
         raise VLLMValidationError(f"flashxla-vllm does not support {', '.join(ignored)}")
-    asked = {*sampling.asks_for_more(params), *(_STRUCTURED if params.structured_outputs is not None else ())}
+    asked = set(sampling.asks_for_more(params))
+    asked.update(name for name in (*_STRUCTURED, *_LOGPROBS) if getattr(params, name) is not None)
     for feature, names in _not_with.items():
         if refused := sorted(names & asked):
             values = ", ".join(f"{name}={getattr(params, name)!r}" for name in refused)
-            raise VLLMValidationError(
-                f"flashxla-vllm does not support {values} with {feature}. If the model's generation_config.json asks "
-                "for it, start with --generation-config vllm."
-            )
+            message = f"flashxla-vllm does not support {values} with {feature}."
+            if sampling.PARAMETERS.keys() & refused:
+                message += (
+                    " If the model's generation_config.json asks for it, start with --generation-config vllm."
+                )
+            raise VLLMValidationError(message)
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -57,7 +64,9 @@ def check(vllm_config: VllmConfig) -> None:
 
     _not_with.clear()
     if vllm_config.speculative_config is not None:  # logits of several tokens a request
-        _not_with["speculative decoding"] = {*sampling.PARAMETERS, *_STRUCTURED}
+        _not_with["speculative decoding"] = {*sampling.PARAMETERS, *_STRUCTURED, *_LOGPROBS}
+    if _is_multimodal(vllm_config.model_config):  # tpu-inference's runner raises in the step
+        _not_with["multimodal models"] = {"prompt_logprobs"}
     if (
         vllm_config.parallel_config.data_parallel_size > 1
     ):  # tpu-inference cannot send a grammar to its schedulers
@@ -65,6 +74,14 @@ def check(vllm_config: VllmConfig) -> None:
     reasons = list(_reasons(vllm_config))
     if reasons:
         raise NotImplementedError("flashxla-vllm does not support " + "; nor ".join(reasons))
+
+
+def _is_multimodal(model: Any) -> bool:
+    """As tpu-inference's runner has it: not where --limit-mm-per-prompt leaves text alone."""
+    if model is None or not model.is_multimodal_model:
+        return False
+    limits = model.multimodal_config.limit_per_prompt
+    return not limits or any(limit.count for limit in limits.values())
 
 
 def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
@@ -88,10 +105,20 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "TPU_MULTIHOST_BACKEND (its executors are for TPU hosts); unset it, and use --nnodes"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters (--enable-lora)"
+    if vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None:
+        yield "KV connectors (--kv-transfer-config, --kv-offloading-size)"
+    if vllm_config.watermark_config is not None:
+        yield "watermarks (--watermark-config); tokens would have none"
     if model is None:
         return
     if model.quantization is not None and model.quantization not in quantised.SUPPORTED:
         yield f"quantised weights ({model.quantization})"
+    if model.logits_processors:
+        yield "custom logits processors (--logits-processors); they would not be called"
+    if model.logprobs_mode not in _LOGPROBS_MODES:
+        yield f"--logprobs-mode {model.logprobs_mode}; {' and '.join(_LOGPROBS_MODES)} work"
+    if model.enable_prompt_embeds:
+        yield "prompts that are embeddings (--enable-prompt-embeds)"
     if model.runner_type == "pooling":
         if model.convert_type != "embed" or model.attn_type != "decoder":
             yield "pooling models other than embeddings of decoders (classification, rewards, encoders)"

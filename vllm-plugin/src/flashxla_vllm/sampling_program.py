@@ -114,7 +114,7 @@ def draw(
     logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(data_axis, None)))
     tokens, kept = _draw(rng, logits.astype(jnp.float32), _unpack(rows, Rows), narrowed)
     tokens = jax.lax.with_sharding_constraint(tokens, NamedSharding(mesh, PartitionSpec()))
-    return tokens, kept if keep else None
+    return tokens, _for_logprobs(kept) if keep else None
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "data_axis", "greedy", "keep"), donate_argnums=(0,))
@@ -157,7 +157,7 @@ def sample(
         tokens = jnp.argmax(logits, axis=-1)
     else:
         tokens, logits = _draw(rng, logits, asked, narrowed=True)
-    return jax.lax.with_sharding_constraint(tokens, everywhere), logits if keep else None, seen
+    return jax.lax.with_sharding_constraint(tokens, everywhere), _for_logprobs(logits) if keep else None, seen
 
 
 def _draw(rng: jax.Array, logits: jax.Array, rows: Rows, narrowed: bool) -> tuple[jax.Array, jax.Array]:
@@ -170,6 +170,11 @@ def _draw(rng: jax.Array, logits: jax.Array, rows: Rows, narrowed: bool) -> tupl
     drawn = jnp.argmax(kept + _noise(rng, rows, kept.shape[1]), axis=-1)
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn)
     return tokens, jnp.where(greedy[:, None], logits, kept)
+
+
+def _for_logprobs(kept: jax.Array) -> jax.Array:
+    """What is left out has no probability at all, as in vLLM."""
+    return jnp.where(kept == MASKED, -jnp.inf, kept)
 
 
 def _change_single_logits(logits: jax.Array, rows: Rows, entries: Entries) -> jax.Array:
