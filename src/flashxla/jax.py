@@ -82,6 +82,8 @@ _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 _KV_CACHE = Frontend(
     _tensor_of,
     lambda parts: jnp.concatenate(tuple(parts), -1),
+    jnp.asarray,
+    jnp.float32,
     _FUNCTIONS["flash_attn_varlen_func"],
     _write,
     _returned_with,

@@ -168,6 +168,8 @@ _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 _KV_CACHE = Frontend(
     _tensor_of,
     lambda parts: torch.cat(tuple(parts), -1),
+    _as_dtype,
+    torch.float32,
     _FUNCTIONS["flash_attn_varlen_func"],
     _write,
     _returned,
