@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from tests import reference
 from tests.checks import DTYPES, TOLERANCE, assert_close, assert_same_bits
@@ -232,14 +235,14 @@ def test_append_paged_kv_cache(frontend: Frontend, rng: np.random.Generator, lay
     """FlashInfer's form of pages: those of all sequences, one sequence after the other."""
     shape = (PAGES, PAGE, KV_HEADS, DIM) if layout == "NHD" else (PAGES, KV_HEADS, PAGE, DIM)
     caches = normal(rng, *shape), normal(rng, *shape)
-    key, value = normal(rng, 7, KV_HEADS, DIM), normal(rng, 7, KV_HEADS, DIM)
-    batch = np.array([0, 2, 2, 1, 0, 2, 2], np.int32)
-    positions = np.array([9, 0, 8, 3, 16, -1, 15], np.int32)  # sequence 0 has no third page
+    key, value = normal(rng, 10, KV_HEADS, DIM), normal(rng, 10, KV_HEADS, DIM)
+    batch = np.array([0, 2, 2, 1, 0, 2, 2, -2, 3, -1], np.int32)  # there are 3 sequences
+    positions = np.array([9, 0, 8, 3, 16, -1, 15, 1, 2, 6], np.int32)  # sequence 0 has no third page
     indptr = np.array([0, 2, 3, 5], np.int32)
     indices = rng.permutation(PAGES)[:5].astype(np.int32)
     views = reference.kv_views(layout, *(cache.copy() for cache in caches))
     for token, (b, position) in enumerate(zip(batch, positions, strict=True)):
-        if 0 <= position < PAGE * (indptr[b + 1] - indptr[b]):
+        if 0 <= b < 3 and 0 <= position < PAGE * (indptr[b + 1] - indptr[b]):
             page = indices[indptr[b] + position // PAGE]
             views[0][page, position % PAGE], views[1][page, position % PAGE] = key[token], value[token]
     given = {
@@ -256,6 +259,67 @@ def test_append_paged_kv_cache(frontend: Frontend, rng: np.random.Generator, lay
     got = flat(results)
     for array, view in zip(reference.kv_views(layout, *got), views, strict=True):
         assert_same_bits(np.ascontiguousarray(array), np.ascontiguousarray(view), "cache")
+
+
+INT32 = (-(2**31), -(2**16), -2, -1, 2**16, 2**28, 2**29, 2**30, 2**31 - 1)
+
+
+def hostile(most: int) -> st.SearchStrategy[int]:
+    """Mostly what is right, and anything."""
+    return st.integers(0, most) | st.integers(-3, most + 3) | st.sampled_from(INT32)
+
+
+@pytest.mark.frontends("torch", "jax")
+@pytest.mark.parametrize("sequences", [0, 1, 3])
+@drawn(data=st.data())
+@settings(max_examples=25)
+def test_append_paged_kv_cache_by_any_indices(
+    frontend: Frontend, sequences: int, data: st.DataObject
+) -> None:
+    """A token without a place is written nowhere, and touches no other sequence."""
+    tokens, blocks, size = 12, 6, 4
+
+    def array(most: int, count: int) -> np.ndarray:
+        return np.array(data.draw(st.lists(hostile(most), min_size=count, max_size=count)), np.int32)
+
+    pages = data.draw(st.sampled_from([0, 5]))
+    batch, positions = array(sequences - 1 if sequences else 2, tokens), array(2 * size, tokens)
+    indices, indptr = array(blocks - 1, pages), array(pages, sequences + 1)
+    caches = np.zeros((blocks, size, 1, 8), np.float32), np.zeros((blocks, size, 1, 8), np.float32)
+    key = np.arange(1, tokens + 1, dtype=np.float32)[:, None, None].repeat(8, 2)
+    places: dict[tuple[int, int], list[float]] = {}  # of two tokens for one place either may stay
+    for token, (b, position) in enumerate(zip(batch.tolist(), positions.tolist(), strict=True)):
+        if 0 <= b < sequences and position >= 0:
+            place = int(indptr[b]) + position // size
+            if 0 <= place < min(int(indptr[b + 1]), pages) and 0 <= indices[place] < blocks:
+                places.setdefault((int(indices[place]), position % size), []).append(token + 1.0)
+    given = {
+        "append_key": key,
+        "append_value": -key,
+        "batch_indices": batch,
+        "positions": positions,
+        "paged_kv_cache": caches,
+        "kv_indices": indices,
+        "kv_indptr": indptr,
+    }
+    got = flat(frontend.run("append_paged_kv_cache", given, ("paged_kv_cache",)))
+    for cache, sign in zip(got, (1, -1), strict=True):
+        for place in np.ndindex(blocks, size):
+            (stays,) = set((sign * cache[place]).ravel().tolist())  # a row is one token's
+            assert stays in places.get(place, [0.0]), place
+
+
+@pytest.mark.frontends("torch", "jax")
+def test_pages_that_do_not_exist_are_not_written(frontend: Frontend, rng: np.random.Generator) -> None:
+    """Not even where the product of a page and its size is that of one that does."""
+    given = paged(rng, **new(rng, 1), cache_seqlens=np.array([3, 8, 17], np.int32))
+    given["block_table"] = np.array([[2**29, 1], [2, 2**29 + 1], [3, 4]], np.int32)
+    given["cache_seqlens"][2] = 9
+    got = flat(frontend.run("flash_attn_with_kvcache", given, ("k_cache", "v_cache")))
+    for cache, name, part in zip(got[1:], ("k_cache", "v_cache"), "kv", strict=True):
+        expected = given[name].copy()
+        expected[4, 1] = given[part][2, 0]
+        assert_same_bits(cache, expected, name)
 
 
 @pytest.mark.frontends("torch", "jax")

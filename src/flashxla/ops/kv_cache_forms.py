@@ -198,9 +198,11 @@ def append_paged_kv_cache(
 
     Args:
         append_key, append_value: [T, Hk, D] and [T, Hk, Dv].
-        batch_indices, positions: int32 [T], the sequence of each token and its position there.
+        batch_indices, positions: int32 [T], the sequence of each token and its position there. A token of a sequence
+            that does not exist is not written.
         paged_kv_cache: (keys, values) by kv_layout, updated in place.
-        kv_indices: int32 [pages in use], the pages of all sequences, one sequence after the other.
+        kv_indices: int32 [pages in use], the pages of all sequences, one sequence after the other. Nothing is written
+            to a page that does not exist.
         kv_indptr: int32 [B + 1], offsets of the sequences in kv_indices. A position behind a sequence's pages is not
             written.
         kv_last_page_len: taken and not used: positions says it.
@@ -218,6 +220,8 @@ def append_paged_kv_cache(
     tokens, *_ = shape_of(function, "append_key", append_key, "T Hk D")
     for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
         shape_of(function, name, tensor, "T", T=tokens)
+    (pages,) = shape_of(function, "kv_indices", kv_indices, "pages")
+    sequences = shape_of(function, "kv_indptr", kv_indptr, "B+1")[0] - 1
     if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
         got = f"{type(paged_kv_cache).__name__}"
         raise type_error(function, "paged_kv_cache", got, "a pair (keys, values)")
@@ -225,13 +229,17 @@ def append_paged_kv_cache(
         raise value_error(function, "kv_layout", repr(kv_layout), ", ".join(map(repr, PAIR_DIMS)))
     keys, values = paged_kv_cache
     dims = PAIR_DIMS[kv_layout]
-    size = shape_of(function, "paged_kv_cache", keys, dims)[dims.split().index("B")]
+    shape = dict(zip(dims.split(), shape_of(function, "paged_kv_cache", keys, dims), strict=True))
+    size = shape["B"]
 
     def call(frontend: Frontend) -> Any:
-        place = kv_indptr[batch_indices] + positions // size
-        within = (positions >= 0) & (place < kv_indptr[batch_indices + 1])
-        page = kv_indices[(place * within).clip(0, max(kv_indices.shape[0] - 1, 0))]
-        slots = (page * size + positions % size + 1) * within - 1
+        slots = positions * 0 - 1
+        if sequences > 0 and pages > 0:  # else there is nothing to index
+            sequence = batch_indices.clip(0, sequences - 1)
+            place = kv_indptr[sequence] + positions // size
+            within = (batch_indices >= 0) & (batch_indices < sequences) & (positions >= 0)
+            within = within & (place >= 0) & (place < kv_indptr[sequence + 1]) & (place < pages)
+            slots = _slots(kv_indices[place.clip(0, pages - 1)], positions, within, shape["P"], size)
         caches = frontend.write(append_key, append_value, (keys, values), slots, kv_layout)
         return frontend.returned((), caches)
 
