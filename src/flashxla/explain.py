@@ -217,7 +217,15 @@ def _torch_calls(function: Callable[..., Any], args: tuple, kwargs: dict[str, An
 
     # Of fake tensors nothing is computed, and what they are copies of is not updated.
     with FakeTensorMode() as fake:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, fake.from_tensor, (args, kwargs))
+
+        def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor).__module__.startswith("torchax"):
+                raise TypeError(
+                    "explain: got tensors of torchax; accepted: PyTorch's own, JAX's arrays, jax.ShapeDtypeStruct"
+                )
+            return fake.from_tensor(tensor)
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fake_of, (args, kwargs))
         with Observe():
             function(*args, **kwargs)
     names = {p.torch_device: p.name for p in PLATFORMS.values()}

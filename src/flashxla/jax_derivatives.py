@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from flashxla.jax_avals import aval_of
 from flashxla.jax_partition import retyped
+from flashxla.ops.callers import in_caller_words
 from flashxla.ops.op import Call, Vjp
 
 Run = Callable[[Call, Sequence[jax.Array]], list[jax.Array]]
@@ -24,7 +25,7 @@ def attach(call: Call, forward: Callable[..., list[jax.Array]], run: Run) -> Cal
 
 def no_backward(call: Call, arguments: Sequence[str] = ()) -> NotImplementedError:
     """What says that there is no gradient, of these arguments."""
-    of = f" of {', '.join(arguments)}" if arguments else ""
+    of = f" of {in_caller_words(arguments)}" if arguments else ""
     reason = call.op.vjp.why_not(dict(call.arguments)) if call.op.vjp else ""
     return NotImplementedError(
         f"{call.op.no_gradient(reason)}: a derivative{of} was asked for; keep it out of what is "

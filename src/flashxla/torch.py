@@ -23,6 +23,7 @@ except ImportError as error:
 from flashxla import setup_custom_call, torch_aliases, torch_calls, torch_library
 from flashxla.ops import OPS, merge_forms
 from flashxla.ops.aliases import with_aliases
+from flashxla.ops.callers import in_its_name
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
 from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS, Frontend, in_front_end
 from flashxla.ops.op import Op
@@ -164,10 +165,13 @@ def _form(form: Callable[..., Form]) -> Callable[..., Any]:
 
 
 _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
+_OWN = frozenset(_FUNCTIONS)
 _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 _KV_CACHE = Frontend(
     _tensor_of,
     lambda parts: torch.cat(tuple(parts), -1),
+    _as_dtype,
+    torch.float32,
     _FUNCTIONS["flash_attn_varlen_func"],
     _write,
     _returned,
@@ -175,6 +179,12 @@ _KV_CACHE = Frontend(
 _FUNCTIONS |= {form.__name__: in_front_end(form, _KV_CACHE, __name__) for form in KV_CACHE_FORMS}
 _MERGING = merge_forms.Frontend(torch, _as_dtype, _FUNCTIONS["merge_attn_states"])
 _FUNCTIONS["merge_all_attn_states"] = merge_forms.in_front_end(_MERGING, __name__)
+# torch.compile runs autograd when these have returned.
+_FUNCTIONS |= {
+    name: in_its_name(function, torch.compiler.is_compiling)
+    for name, function in _FUNCTIONS.items()
+    if name not in _OWN
+}
 _FUNCTIONS = {name: with_aliases(function) for name, function in _FUNCTIONS.items()}
 globals().update(_FUNCTIONS)
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashxla import torch_calls
+from flashxla.ops.callers import called_by, caller, in_caller_words
 from flashxla.ops.op import Op, Vjp
 from flashxla.ops.parameters import Tensor
 from flashxla.platforms import PLATFORMS
@@ -73,12 +74,12 @@ def _refuse_tangents(op: Op, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if forward_ad.unpack_dual(tensor).tangent is not None:
             others = "" if op.vjp else f", and {op.missing_derivative}"
-            raise NotImplementedError(f"{op.function}: no forward-mode derivative{others}")
+            raise NotImplementedError(f"{op.asked}: no forward-mode derivative{others}")
 
 
 def _message(op: Op, names: Sequence[str], reason: str = "") -> str:
     return (
-        f"{op.no_gradient(reason)}: a gradient was asked for through {', '.join(names)}; call it under "
+        f"{op.no_gradient(reason)}: a gradient was asked for through {in_caller_words(names)}; call it under "
         "torch.no_grad(), or with detached tensors"
     )
 
@@ -102,7 +103,7 @@ def _attached(
     if torch._C._are_functorch_transforms_active():  # torch.func.grad and its kin
         if op.vjp is None or reason:
             raise NotImplementedError(message)
-        raise NotImplementedError(f"{op.function}: torch.func has no backward pass of it; torch.autograd has")
+        raise NotImplementedError(f"{op.asked}: torch.func has no backward pass of it; torch.autograd has")
 
     def run(*args: Any) -> Any:
         # torch.compile takes an update where gradients are off, as in an autograd.Function, for none of autograd's.
@@ -162,7 +163,7 @@ class _Differentiable(torch.autograd.Function):
         got = run(*values.values())
         results = got if isinstance(got, tuple) else (got,)
         by_name = {**values, **{r.name: x for r, x in zip(op.results, results, strict=True)}}
-        ctx.op, ctx.around = op, around
+        ctx.op, ctx.around, ctx.caller = op, around, caller()
         ctx.scalars = {s.name: values[s.name] for s in op.scalars}
         ctx.sources = {
             t.name: (tuple(values[t.name].shape), values[t.name].dtype)
@@ -176,7 +177,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        with ctx.around:
+        with ctx.around, called_by(ctx.caller):
             return _Differentiable.gradients(ctx, grads)
 
     @staticmethod

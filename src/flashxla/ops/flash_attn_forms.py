@@ -141,6 +141,17 @@ def shape_of(function: str, name: str, tensor: Any, dims: str, **sizes: int) -> 
     return shape
 
 
+def dtype_of(tensor: Any) -> str:
+    """The name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_dtype(function: str, name: str, tensor: Any, accepted: tuple[str, ...]) -> None:
+    """Raises TypeError where a tensor's dtype is none of these."""
+    if dtype_of(tensor) not in accepted:
+        raise type_error(function, name, f"dtype {dtype_of(tensor)}", ", ".join(accepted))
+
+
 def flash_attn_func(
     q: Any,
     k: Any,

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashxla.ops.cache_format import PAIR_DIMS
-from flashxla.ops.flash_attn_forms import Offsets, Window, shape_of
+from flashxla.ops.flash_attn_forms import Offsets, Window, check_dtype, shape_of
 from flashxla.ops.messages import in_words_of, type_error, value_error
+from flashxla.ops.parameters import FLOATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,15 @@ class Frontend:
     """What a form needs of a front end.
 
     tensor_of: offsets as an int32 tensor where another tensor is. concatenate: tensors behind one another, along the
-    last dimension. attend: flash_attn_varlen_func. write: reshape_and_cache_flash on a pair of caches; returns them as
-    they are then. returned: what a call with these results that updates these caches returns.
+    last dimension. cast: a tensor as another dtype. float32: that dtype. attend: flash_attn_varlen_func. write:
+    reshape_and_cache_flash on a pair of caches; returns them as they are then. returned: what a call with these
+    results that updates these caches returns.
     """
 
     tensor_of: Callable[[Offsets, Any], Any]
     concatenate: Callable[[Sequence[Any]], Any]
+    cast: Callable[[Any, Any], Any]
+    float32: Any
     attend: Callable[..., Any]
     write: Callable[[Any, Any, tuple[Any, Any], Any, str], tuple[Any, Any]]
     returned: Callable[[tuple[Any, ...], tuple[Any, Any]], Any]
@@ -69,8 +73,10 @@ def flash_attn_with_kvcache(
             [P, page size, Hk, Dv]; updated in place if k and v are given.
         k, v: [B, Sk, Hk, D] and [B, Sk, Hk, Dv], new keys and values, that go behind those in the cache. One that has
             no place there is not written.
-        rotary_cos, rotary_sin: [positions, R / 2]; the first R elements of each head of q and k are turned, k's by its
-            position, q's also where causal or a window is given, else all by that of the first new key.
+        rotary_cos, rotary_sin: [positions, R / 2], of any floating type; at least as many positions as the cache has
+            places for a sequence's keys. The first R elements of each head of q and k are turned, in float32, and
+            rounded to the type of q and k; k's by its place in the cache, whatever cache_leftpad is, q's also where
+            causal or a window is given, else all by that of the first new key.
         cache_seqlens: int32 [B] or a number, how many keys the cache holds of each sequence before the new ones; None
             is Sc, without k and v.
         cache_batch_idx: int32 [B], the cache's rows of the sequences; None is 0, 1, 2 and so on. Not with block_table.
@@ -93,12 +99,13 @@ def flash_attn_with_kvcache(
     Semantics of flash-attention's flash_attn_with_kvcache.
     """
     function = "flash_attn_with_kvcache"
-    batch, len_q, *_ = shape_of(function, "q", q, "B Sq Hq D")
+    batch, len_q, _, head = shape_of(function, "q", q, "B Sq Hq D")
     if block_table is None:
-        _, size, *_ = shape_of(function, "k_cache", k_cache, "Bc Sc Hk D")
+        blocks, size, *_ = shape_of(function, "k_cache", k_cache, "Bc Sc Hk D")
+        room = size
     else:
-        _, size, *_ = shape_of(function, "k_cache", k_cache, "P page_size Hk D")
-        shape_of(function, "block_table", block_table, "B M", B=batch)
+        blocks, size, *_ = shape_of(function, "k_cache", k_cache, "P page_size Hk D")
+        room = size * shape_of(function, "block_table", block_table, "B M", B=batch)[1]
         if cache_batch_idx is not None:
             raise value_error(
                 function, "cache_batch_idx", "a tensor beside block_table", "None: pages have no rows"
@@ -117,11 +124,10 @@ def flash_attn_with_kvcache(
             shape_of(function, name, lengths, "B", B=batch)
     new = 0
     if k is not None:
-        _, new, heads, _ = shape_of(function, "k", k, "B Sk Hk D", B=batch)
+        _, new, heads, _ = shape_of(function, "k", k, "B Sk Hk D", B=batch, D=head)
         shape_of(function, "v", v, "B Sk Hk Dv", B=batch, Sk=new, Hk=heads)
     if rotary_cos is not None:
-        positions, half = shape_of(function, "rotary_cos", rotary_cos, "positions R/2")
-        shape_of(function, "rotary_sin", rotary_sin, "positions R/2", positions=positions, **{"R/2": half})
+        _check_rotary(function, rotary_cos, rotary_sin, head, room)
 
     def call(frontend: Frontend) -> Any:
         rows, first = (frontend.tensor_of(Offsets(count, 1), q)[:-1] for count in (batch, max(len_q, new)))
@@ -133,14 +139,17 @@ def flash_attn_with_kvcache(
             held = rows * 0 + held
         query, key, caches = q, k, (k_cache, v_cache)
         if rotary_cos is not None:
-            starts = held if cache_leftpad is None else held - cache_leftpad
-            positions = starts[:, None] + first[None]
+            positions = held[:, None] + first[None]
             turn = functools.partial(_turn, frontend, rotary_cos, rotary_sin, rotary_interleaved)
             moving = causal or tuple(window_size or (-1, -1)) != (-1, -1)
-            query = turn(q, positions[:, :len_q] if moving else starts[:, None] + first[None, :len_q] * 0)
+            query = turn(q, positions[:, :len_q] if moving else held[:, None] + first[None, :len_q] * 0)
             key = turn(k, positions[:, :new])
         if k is not None:
-            slots = _slots(table, rows, held[:, None] + first[None, :new], size)
+            positions = held[:, None] + first[None, :new]
+            page = positions // size
+            within = (positions >= 0) & (page < table.shape[1])
+            found = table[rows[:, None], page.clip(0, max(table.shape[1] - 1, 0))]
+            slots = _slots(found, positions, within, blocks, size)
             key, value = (x.reshape(-1, *x.shape[2:]) for x in (key, v))
             caches = frontend.write(key, value, caches, slots.reshape(-1), "NHD")
         results = frontend.attend(
@@ -189,9 +198,11 @@ def append_paged_kv_cache(
 
     Args:
         append_key, append_value: [T, Hk, D] and [T, Hk, Dv].
-        batch_indices, positions: int32 [T], the sequence of each token and its position there.
+        batch_indices, positions: int32 [T], the sequence of each token and its position there. A token of a sequence
+            that does not exist is not written.
         paged_kv_cache: (keys, values) by kv_layout, updated in place.
-        kv_indices: int32 [pages in use], the pages of all sequences, one sequence after the other.
+        kv_indices: int32 [pages in use], the pages of all sequences, one sequence after the other. Nothing is written
+            to a page that does not exist.
         kv_indptr: int32 [B + 1], offsets of the sequences in kv_indices. A position behind a sequence's pages is not
             written.
         kv_last_page_len: taken and not used: positions says it.
@@ -209,6 +220,8 @@ def append_paged_kv_cache(
     tokens, *_ = shape_of(function, "append_key", append_key, "T Hk D")
     for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
         shape_of(function, name, tensor, "T", T=tokens)
+    (pages,) = shape_of(function, "kv_indices", kv_indices, "pages")
+    sequences = shape_of(function, "kv_indptr", kv_indptr, "B+1")[0] - 1
     if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
         got = f"{type(paged_kv_cache).__name__}"
         raise type_error(function, "paged_kv_cache", got, "a pair (keys, values)")
@@ -216,13 +229,17 @@ def append_paged_kv_cache(
         raise value_error(function, "kv_layout", repr(kv_layout), ", ".join(map(repr, PAIR_DIMS)))
     keys, values = paged_kv_cache
     dims = PAIR_DIMS[kv_layout]
-    size = shape_of(function, "paged_kv_cache", keys, dims)[dims.split().index("B")]
+    shape = dict(zip(dims.split(), shape_of(function, "paged_kv_cache", keys, dims), strict=True))
+    size = shape["B"]
 
     def call(frontend: Frontend) -> Any:
-        place = kv_indptr[batch_indices] + positions // size
-        within = (positions >= 0) & (place < kv_indptr[batch_indices + 1])
-        page = kv_indices[(place * within).clip(0, max(kv_indices.shape[0] - 1, 0))]
-        slots = (page * size + positions % size + 1) * within - 1
+        slots = positions * 0 - 1
+        if sequences > 0 and pages > 0:  # else there is nothing to index
+            sequence = batch_indices.clip(0, sequences - 1)
+            place = kv_indptr[sequence] + positions // size
+            within = (batch_indices >= 0) & (batch_indices < sequences) & (positions >= 0)
+            within = within & (place >= 0) & (place < kv_indptr[sequence + 1]) & (place < pages)
+            slots = _slots(kv_indices[place.clip(0, pages - 1)], positions, within, shape["P"], size)
         caches = frontend.write(append_key, append_value, (keys, values), slots, kv_layout)
         return frontend.returned((), caches)
 
@@ -244,19 +261,33 @@ def _worded(function: str, call: Form, names: dict[str, str]) -> Form:
     return worded
 
 
-def _slots(table: Any, rows: Any, positions: Any, size: int) -> Any:
-    """Slots of positions [B, S] in the pages of a table [B, M]; -1 for those behind its last."""
-    page = positions // size
-    within = (positions >= 0) & (page < table.shape[1])
-    found = table[rows[:, None], page.clip(0, max(table.shape[1] - 1, 0))]
-    return ((found * size + positions % size) + 1) * (within & (found >= 0)) - 1
+def _slots(page: Any, positions: Any, has_place: Any, blocks: int, size: int) -> Any:
+    """Slots of positions in their pages; -1 where there is no place, or no such page among so many blocks."""
+    # The product of a page that does not exist may wrap around to a slot that does.
+    return (page * size + positions % size + 1) * (has_place & (page >= 0) & (page < blocks)) - 1
+
+
+def _check_rotary(function: str, cos: Any, sin: Any, head: int, room: int) -> None:
+    """room: how many keys of a sequence the cache has places for."""
+    positions, half = shape_of(function, "rotary_cos", cos, "positions R/2")
+    shape_of(function, "rotary_sin", sin, "positions R/2", positions=positions, **{"R/2": half})
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_dtype(function, name, table, (*FLOATS, "float64"))
+    got = f"shape [{positions}, {half}]"
+    if positions < room:
+        accepted = f"[positions, R/2] with at least {room} positions: the cache has places for so many keys"
+        raise value_error(function, "rotary_cos", got, accepted)
+    if half > head // 2:
+        accepted = f"[positions, R/2] with R/2 of at most {head // 2}: half of a head of {head}"
+        raise value_error(function, "rotary_cos", got, accepted)
 
 
 def _turn(frontend: Frontend, cos: Any, sin: Any, interleaved: bool, x: Any, positions: Any) -> Any:
-    """Rotary embedding of [B, S, H, D] at positions [B, S]; a position behind the last is that."""
+    """Rotary embedding of [B, S, H, D] at positions [B, S], computed in float32; a position behind the last is that."""
     at = positions.clip(0, cos.shape[0] - 1)
-    cos, sin = (table[at][:, :, None] for table in (cos, sin))
-    half = cos.shape[-1]
+    cos, sin = (frontend.cast(table[at][:, :, None], frontend.float32) for table in (cos, sin))
+    half, dtype = cos.shape[-1], x.dtype
+    x = frontend.cast(x, frontend.float32)
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
         first, second = turned[..., ::2], turned[..., 1::2]
@@ -266,7 +297,7 @@ def _turn(frontend: Frontend, cos: Any, sin: Any, interleaved: bool, x: Any, pos
     if interleaved:
         parts = tuple(part[..., None] for part in parts)
     together = frontend.concatenate(parts).reshape(turned.shape)
-    return frontend.concatenate([together, rest])
+    return frontend.cast(frontend.concatenate([together, rest]), dtype)
 
 
 def in_front_end(form: Callable[..., Form], frontend: Frontend, module: str) -> Callable[..., Any]:

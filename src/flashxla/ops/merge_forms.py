@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from flashxla.ops.flash_attn_forms import shape_of
+from flashxla.ops.flash_attn_forms import check_dtype, dtype_of, shape_of
 from flashxla.ops.messages import type_error, value_error
 from flashxla.ops.parameters import FLOATS
 
@@ -52,9 +52,9 @@ def merge_all_attn_states(outs: Any, lses: Any) -> Form:
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         shape_of(function, f"outs[{i}]", out, "T Hq D", T=tokens, Hq=heads, D=size)
         shape_of(function, f"lses[{i}]", lse, "Hq T", Hq=heads, T=tokens)
-        _check_dtype(function, f"outs[{i}]", out, dtypes)
-        _check_dtype(function, f"lses[{i}]", lse, ("float32",))
-        dtypes = (_dtype(outs[0]),)
+        check_dtype(function, f"outs[{i}]", out, dtypes)
+        check_dtype(function, f"lses[{i}]", lse, ("float32",))
+        dtypes = (dtype_of(outs[0]),)
     return functools.partial(_merged, outs, lses)
 
 
@@ -82,15 +82,6 @@ def _listed(function: str, name: str, tensors: Any) -> tuple[Any, ...]:
     if not listed:
         raise value_error(function, name, "none", "at least one")
     return listed
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check_dtype(function: str, name: str, tensor: Any, accepted: tuple[str, ...]) -> None:
-    if _dtype(tensor) not in accepted:
-        raise type_error(function, name, f"dtype {_dtype(tensor)}", ", ".join(accepted))
 
 
 def in_front_end(frontend: Frontend, module: str) -> Callable[..., tuple[Any, Any]]:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from flashxla.ops.callers import caller
 from flashxla.ops.messages import type_error, value_error
 from flashxla.ops.parameters import Parameter, Result, Scalar, Tensor
 from flashxla.ops.parts import Parallel
@@ -289,7 +290,13 @@ class Op:
 
     def no_gradient(self, reason: str = "") -> str:
         """What messages say first where a gradient is asked for that there is none of."""
-        return f"{self.function}: {self.missing_derivative}" + (f" ({reason})" if reason else "")
+        return f"{self.asked}: {self.missing_derivative}" + (f" ({reason})" if reason else "")
+
+    @property
+    def asked(self) -> str:
+        """The function that messages about gradients name: one that makes the call for users, or the op's own."""
+        now = caller()
+        return now.function if now else self.function
 
     def label(self, argument: str, is_given: Callable[[str], bool]) -> str:
         """What messages call an argument in a call that has the tensors for which `is_given` holds."""
