@@ -109,7 +109,8 @@ def test_gradients(
     got = frontend.gradients(function, given, sources + sinks, (shaped,))
     for name in sinks:
         assert np.abs(expected[name]).min() > 0
-        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
+        # Threads may add in another order, and the summands of a sink cancel each other.
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
     packed = {"q": "q", "k": "k", "v": "v", "kv": "kv", "qkv": "qkv"}
     for name in sources:
         parts = np.stack([expected[part] for part in packed[name]], 1)
