@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from flashxla.xla import gpu
+from tests.ports import free_port
 
 pytest.importorskip("torch_xla")
 
@@ -23,13 +23,6 @@ STARTS = {
 }
 
 
-def free_port() -> str:
-    """For the coordinator: tests that run at the same time must not meet."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return str(one.getsockname()[1])
-
-
 @pytest.mark.parametrize("start", STARTS)
 def test_processes_find_each_other(request: pytest.FixtureRequest, start: str) -> None:
     if request.config.option.device != "cuda" or gpu.count(os.environ) < 2:
@@ -40,7 +33,7 @@ def test_processes_find_each_other(request: pytest.FixtureRequest, start: str) -
             **os.environ,
             "PJRT_DEVICE": "CUDA",
             "JAX_CUDA_VISIBLE_DEVICES": "0,1",
-            "XLA_COORDINATOR_PORT": free_port(),
+            "XLA_COORDINATOR_PORT": str(free_port()),
         },
         capture_output=True,
         text=True,

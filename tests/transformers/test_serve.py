@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import transformers
 from transformers.utils.import_utils import is_serve_available
 
 import flashxla.transformers
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="needs fastapi, uvicorn and openai: transformers[serving]"
@@ -60,9 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=OPTIONS)
 def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: Any) -> Iterator[tuple[str, Path]]:
     """The address of a server, and its log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--attn-implementation", flashxla.transformers.KERNEL_NAME, "--dtype", "float32"]
     options += ["--device", request.config.option.device, "--host", "127.0.0.1", "--port", str(port)]
     log = tmp_path_factory.mktemp("log") / "log"

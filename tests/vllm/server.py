@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import urllib.error
 import urllib.request
 
 import openai
+
+from tests.ports import free_port
 
 MAX_MODEL_LEN = 256
 
@@ -64,9 +65,7 @@ class Server:
 
 
 def start(path, log, *options: str, **environment: str) -> Server:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--port", str(port)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
     command += [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
-import socket
 import types
 import urllib.request
 
@@ -14,6 +13,7 @@ from flashxla_vllm import processes
 from flashxla_vllm.channel import Receiver, Sender
 from jax._src import xla_bridge
 
+from tests.ports import free_port
 from tests.vllm.checkpoints import PROMPTS, words
 from tests.vllm.server import Server, start, stop
 
@@ -39,12 +39,6 @@ def check_tokens(server: Server, expected: list[list[int]]) -> None:
     assert set(counts) == {"0", "1"}
     assert min(counts.values()) >= 1
     assert sum(counts.values()) == len(PROMPTS)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_data_parallel_server_on_one_machine(checkpoint, hf_tokens, tmp_path):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests.ports import free_port
 
 
 def test_heads_over_two_processes(request: pytest.FixtureRequest) -> None:
     """On two CPUs, whose collectives go through Gloo: the reference's numbers, and no gather."""
     if request.config.option.device != "cpu":
         pytest.skip("runs on CPUs")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     processes = [
         subprocess.Popen(
