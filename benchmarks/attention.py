@@ -10,7 +10,7 @@ import torch
 
 import flashxla.torch as fx
 from benchmarks import batch as batches
-from benchmarks import compare, device, jax_programs, reference, shapes, timers
+from benchmarks import compare, device, jax_programs, reference, shape_lists, shapes, timers
 from benchmarks.batch import Batch
 from benchmarks.compare import Contender, Prepared, Row, Work
 from benchmarks.settings import Settings
@@ -20,13 +20,14 @@ def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
     """A case's rows."""
     from benchmarks import peers
 
-    shape = shapes.named(section, case, settings)
+    shape = shape_lists.named(section, case, settings)
     batch = batches.build(shape, settings.device)
     work = None
+    with_jax = shape_lists.in_every_front_end(section, case, settings)
     found = [Contender("flashxla", lambda: paged(batch), ours=True)]
     if section == "prefill" and shape.layout == "NHD" and shape.page == 16:
         found.append(Contender("flashxla, dense", lambda: _dense(batch), ours=True))
-    if shape.plain and shape.dtype == settings.dtype:
+    if shape.plain and with_jax:
         found.append(Contender("flashxla in JAX", lambda: _in_jax(batch), ours=True))
     if section == "mixed":
         found += _in_parts(batch)
@@ -34,7 +35,7 @@ def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
             found.append(peers.flash_varlen(batch))
     else:
         if settings.peers:
-            found += peers.of_attention(batch)
+            found += peers.of_attention(batch, with_jax)
         if section == "prefill":
             work = Work(shapes.flops(shape), "TFLOP/s", device.MATMUL)
         else:
@@ -76,6 +77,8 @@ def _arguments(batch: Batch) -> dict[str, Any]:
         "window_size": (-1, -1) if shape.window is None else (shape.window - 1, -1),
         "softcap": shape.softcap,
         "alibi_slopes": batch.slopes,
+        "s_aux": batch.sinks,
+        "return_softmax_lse": shape.lse,
         "batch_invariant": shape.batch_invariant,
         "num_seqs": batch.num_seqs,
         "layout": shape.layout,
@@ -97,6 +100,8 @@ def paged_calls(batch: Batch) -> list[Callable[[], Any]]:
             sliding_window=shape.window,
             soft_cap=shape.softcap or None,
             alibi_slopes=batch.slopes,
+            s_aux=batch.sinks,
+            return_softmax_lse=shape.lse,
             batch_invariant=shape.batch_invariant,
         )
         tables = "block_tables"
@@ -111,7 +116,12 @@ def paged_calls(batch: Batch) -> list[Callable[[], Any]]:
 
 def paged(batch: Batch) -> Prepared:
     """Our operation over the pages, from PyTorch."""
-    return prepared(batch, paged_calls(batch), ours=True)
+    return prepared(batch, paged_calls(batch), ours=True, output=_output(batch))
+
+
+def _output(batch: Batch) -> Callable[[Any], torch.Tensor]:
+    """Of what our operation returns."""
+    return (lambda results: results[0]) if batch.shape.lse else lambda out: out
 
 
 def _dense(batch: Batch) -> Prepared:
@@ -122,7 +132,7 @@ def _dense(batch: Batch) -> Prepared:
         functools.partial(fx.flash_attn_varlen_func, q, k, v, cu_seqlens_k=batch.cu_k, **same)
         for q, (k, v) in zip(batch.q, batch.dense, strict=True)
     ]
-    return prepared(batch, calls, ours=True)
+    return prepared(batch, calls, ours=True, output=_output(batch))
 
 
 def jax_inputs(batch: Batch) -> list[dict[str, Any]]:

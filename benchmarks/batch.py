@@ -36,6 +36,7 @@ class Batch:
     lens_k: torch.Tensor
     num_seqs: torch.Tensor
     slopes: torch.Tensor | None  # of ALiBi, float32 [Hq]
+    sinks: torch.Tensor | None  # float32 [Hq]
 
     @property
     def sets(self) -> int:
@@ -105,6 +106,7 @@ def build(shape: Shape, device: str) -> Batch:
         keys=keys,
         values=values,
         slopes=torch.rand(q_heads, device=device) if shape.alibi else None,
+        sinks=torch.randn(q_heads, device=device) if shape.sinks else None,
         **_lengths(shape, device),
     )
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from benchmarks.llama import Config
 
 Params = dict[str, Any]
-# (q [S, Hq, D], k [S, Hk, D], v, a layer's cache, batch) -> (out [S, Hq, D], the cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, dict[str, jax.Array]], tuple[jax.Array, Any]]
+# (config, qkv [S, Hq + 2 Hk, D], a layer's cache, batch) -> (out [S, Hq, D], the cache)
+Attend = Callable[[Config, jax.Array, Any, dict[str, jax.Array]], tuple[jax.Array, Any]]
 
 
 def init(config: Config, dtype: str, seed: int = 0) -> Params:
@@ -49,15 +49,12 @@ def step(
     """Logits [S, vocab] of the next tokens, and the caches. batch: "context_lens" [S] and what `attend` wants."""
     x = params["embed"][tokens]
     rotation = _rotation(config, batch["context_lens"] - 1)
-    q_width, kv_width = config.widths
     new_caches = []
     for layer, cache in zip(params["layers"], caches, strict=True):
-        qkv = _norm(config, x, layer["norm_1"]) @ layer["qkv"]
-        q, k, v = (
-            part.reshape(len(tokens), -1, config.dim)
-            for part in jnp.split(qkv, (q_width, q_width + kv_width), axis=-1)
-        )
-        out, cache = attend(_rotated(q, rotation), _rotated(k, rotation), v, cache, batch)
+        qkv = (_norm(config, x, layer["norm_1"]) @ layer["qkv"]).reshape(len(tokens), -1, config.dim)
+        rotated, values = jnp.split(qkv, [sum(config.heads)], axis=1)
+        qkv = jnp.concatenate([_rotated(rotated, rotation), values], axis=1)
+        out, cache = attend(config, qkv, cache, batch)
         new_caches.append(cache)
         x = x + out.reshape(len(tokens), -1) @ layer["out"]
         gate, up = jnp.split(_norm(config, x, layer["norm_2"]) @ layer["gate_up"], 2, axis=-1)
@@ -74,11 +71,13 @@ def _norm(config: Config, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _rotation(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     frequencies = config.theta ** (-jnp.arange(0, config.dim, 2) / config.dim)
-    angles = positions[:, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    angles = positions[:, None, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotated(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    # One expression, so that XLA reads x as it writes the result. Two that are put together become a slower kernel.
     cos, sin = rotation
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:2], 2, -1)
+    signs = jnp.array([[-1.0], [1.0]])
+    return (halves * cos + halves[:, :, ::-1] * (sin * signs)).reshape(x.shape).astype(x.dtype)

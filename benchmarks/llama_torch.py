@@ -15,11 +15,10 @@ Params = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 # Keys and values in one tensor, layout "stacked": [2, P, B, Hk, D]. Each tensor that a step updates costs host time.
 Cache = torch.Tensor
-# PyTorch's annotations have them return nothing.
+# PyTorch's annotations have it return nothing.
 _split: Any = torch.split_copy
-_split_sizes: Any = torch.split_with_sizes_copy
-# (q [S, Hq, D], k [S, Hk, D], v, a layer's cache, batch) -> out [S, Hq, D]; writes into the cache
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache, Batch], torch.Tensor]
+# (config, qkv [S, Hq + 2 Hk, D], a layer's cache, batch) -> out [S, Hq, D]; writes into the cache
+Attend = Callable[[Config, torch.Tensor, Cache, Batch], torch.Tensor]
 
 
 def init(config: Config, dtype: torch.dtype, device: Any, sync: Callable[[], Any] = lambda: None) -> Params:
@@ -64,13 +63,11 @@ def step(
     x = functional.embedding(tokens, params["embed"])
     rotation = _rotation(config, batch["context_lens"] - 1)
     eps = torch.full((1, 1), config.eps, dtype=torch.float32, device=x.device)
-    q_heads, kv_heads = config.heads
     for layer, cache in zip(params["layers"], caches, strict=True):
         qkv = _norm(config, x, layer["norm_1"], eps) @ layer["qkv"]
         # Copies, which XLA fuses: a view of a lazy tensor costs the host more.
         rotated = _rotated(torch.view_copy(qkv, (len(tokens), -1, config.dim)), rotation)
-        q, k, v = _split_sizes(rotated, (q_heads, kv_heads, kv_heads), dim=1)
-        out = attend(q, k, v, cache, batch)
+        out = attend(config, rotated, cache, batch)
         x = torch.addmm(x, torch.view_copy(out, (len(tokens), -1)), layer["out"])
         hidden = _norm(config, x, layer["norm_2"], eps) @ layer["gate_up"]
         gate, up = _split(hidden, config.mlp, dim=-1)
@@ -78,32 +75,32 @@ def step(
     return _norm(config, x, params["norm"], eps) @ params["head"]
 
 
-def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, batch: Batch) -> torch.Tensor:
+def ours(config: Config, qkv: torch.Tensor, cache: Cache, batch: Batch) -> torch.Tensor:
     """The write and the attention with flashxla."""
-    return fx.ragged_paged_attention(
-        q,
-        k,
-        v,
+    return fx.ragged_paged_attention_qkvpacked(
+        qkv,
         cache,
         batch["context_lens"],
         batch["tables"],
         batch["starts"],
         batch["num_seqs"],
-        q.shape[-1] ** -0.5,
+        config.dim**-0.5,
         layout="stacked",
         slot_mapping=batch["slots"],
     )
 
 
-def gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, batch: Batch) -> torch.Tensor:
+def gather(config: Config, qkv: torch.Tensor, cache: Cache, batch: Batch) -> torch.Tensor:
     """The same in plain PyTorch: every key of a sequence is gathered, then softmax."""
+    q_heads, kv_heads = config.heads
+    q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
     block, offset = batch["slots"].long() // PAGE, batch["slots"].long() % PAGE
     for pages, new in zip(cache, (k, v), strict=True):
         pages[block, offset] = new
     keys, values = (
         pages[batch["tables"].long()].reshape(len(q), -1, *k.shape[1:]).float() for pages in cache
     )
-    grouped = q.float().reshape(len(q), k.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5
+    grouped = q.float().reshape(len(q), k.shape[1], -1, config.dim) * config.dim**-0.5
     scores = torch.einsum("shgd,skhd->shgk", grouped, keys)
     real = torch.arange(keys.shape[1], device=q.device) < batch["context_lens"][:, None]
     weights = scores.masked_fill(~real[:, None, None], -torch.inf).softmax(dim=-1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import flashxla.torch as fx
-from benchmarks import attention, compare, jax_programs, profile, reference, shapes, timers
+from benchmarks import attention, compare, jax_programs, profile, reference, shape_lists, timers
 from benchmarks import batch as batches
 from benchmarks.batch import Batch
 from benchmarks.compare import Contender, Prepared, Row
@@ -23,7 +23,7 @@ _KERNELS = "kernels alone (from PyTorch, a plan each)"
 
 def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
     """Microseconds a pair: jitted programs of several lengths, and the kernels alone."""
-    batch = batches.build(shapes.named(section, case, settings), settings.device)
+    batch = batches.build(shape_lists.named(section, case, settings), settings.device)
     _, few, many = counts = (1, 2, 4) if settings.quick else (1, 32, 128)
     programs = [_Program(batch, count, plan_each=False) for count in counts]
     programs += [_Program(batch, count, plan_each=True) for count in (few, many)]

@@ -1,4 +1,4 @@
-"""Attention of a batch by others: PyTorch's cuDNN and FlashAttention-2, JAX's cuDNN and Pallas kernels."""
+"""Attention of a batch by others: cuDNN, FlashAttention-2 and FlexAttention in PyTorch, cuDNN and Pallas in JAX."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks import attention, jax_programs
+from benchmarks import attention, flex_attention, heads_first, jax_programs
 from benchmarks.batch import Batch
 from benchmarks.compare import Contender, Prepared
 
 _PALLAS_SPLITS, _PALLAS_PAGES = 16, 8  # its defaults
 
 
-def of_attention(batch: Batch) -> list[Contender]:
-    """Those that serve a batch."""
+def of_attention(batch: Batch, with_jax: bool) -> list[Contender]:
+    """Those that serve a batch. with_jax: those in JAX, too."""
     shape = batch.shape
-    if not shape.plain:
+    if not shape.without_mask:
         return []
+    if shape.masked:
+        return _of_masks(batch)
     decode = all(new == 1 for new, _ in shape.lens)
     # PyTorch's and JAX's causal mask is ours for whole prompts only.
     whole = all(new == keys for new, keys in shape.lens)
@@ -32,10 +34,19 @@ def of_attention(batch: Batch) -> list[Contender]:
         found.append(Contender("torch SDPA FA2", lambda: _sdpa(batch, SDPBackend.FLASH_ATTENTION)))
     if not decode and not (whole and shape.uniform):
         found.append(flash_varlen(batch))
-    if whole and shape.uniform:
+    if whole and shape.uniform and with_jax:
         found.append(Contender("jax.nn cuDNN", lambda: _jax_cudnn(batch)))
-    if decode:
+    if decode and with_jax:
         found.append(Contender("JAX Pallas paged_attention", lambda: _pallas(batch)))
+    return found
+
+
+def _of_masks(batch: Batch) -> list[Contender]:
+    """Those that know a mask beside the causal one."""
+    shape = batch.shape
+    found = [Contender("torch FlexAttention", lambda: flex_attention.prepare(batch))] if shape.uniform else []
+    if not shape.softcap and not shape.sinks:
+        found.append(flash_varlen(batch))
     return found
 
 
@@ -47,27 +58,12 @@ def flash_varlen(batch: Batch) -> Contender:
 def _sdpa(batch: Batch, backend: SDPBackend) -> Prepared:
     """One call for sequences that are alike, else a call for each."""
     shape = batch.shape
-    groups = [(shape.lens[0], len(shape.lens))] if shape.uniform else [(lens, 1) for lens in shape.lens]
     causal = shape.lens[0][0] > 1
-
-    def heads_first(tokens: torch.Tensor, which: int) -> list[torch.Tensor]:
-        parts = tokens.split([lens[which] * count for lens, count in groups])
-        return [
-            part.unflatten(0, (count, lens[which])).transpose(1, 2).contiguous()
-            for part, (lens, count) in zip(parts, groups, strict=True)
-        ]
-
-    sets: list[Sequence[tuple[torch.Tensor, ...]]] = [
-        tuple(zip(heads_first(q, 0), heads_first(k, 1), heads_first(v, 1), strict=True))
-        for q, (k, v) in zip(batch.q, batch.dense, strict=True)
-    ]
+    sets: list[Sequence[tuple[torch.Tensor, ...]]] = heads_first.inputs(batch)
 
     def call(parts: Sequence[Any], gqa: bool) -> list[torch.Tensor]:
         with sdpa_kernel(backend):
             return [sdpa(q, k, v, is_causal=causal, enable_gqa=gqa) for q, k, v in parts]
-
-    def output(outs: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
 
     note = "enable_gqa"
     try:
@@ -80,20 +76,22 @@ def _sdpa(batch: Batch, backend: SDPBackend) -> Prepared:
             for parts in sets
         ]
     gqa = note == "enable_gqa"
-    if len(groups) > 1:
-        note += f", {len(groups)} calls"
+    if len(sets[0]) > 1:
+        note += f", {len(sets[0])} calls"
     calls = [functools.partial(call, parts, gqa) for parts in sets]
-    return attention.prepared(batch, calls, ours=False, output=output, note=note)
+    return attention.prepared(batch, calls, ours=False, output=heads_first.output, note=note)
 
 
 def _flash_varlen(batch: Batch) -> Prepared:
     """FlashAttention-2's ragged kernel; its causal mask is aligned as ours."""
     max_q = max(new for new, _ in batch.shape.lens)
     max_k = max(keys for _, keys in batch.shape.lens)
+    window = batch.shape.window
+    mask = {"alibi_slopes": batch.slopes, "window_size_left": None if window is None else window - 1}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, batch.cu_q, batch.cu_k, max_q, max_k, 0.0, True, False
+            q, k, v, batch.cu_q, batch.cu_k, max_q, max_k, 0.0, True, False, **mask
         )
 
     calls = [functools.partial(call, q, k, v) for q, (k, v) in zip(batch.q, batch.dense, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import attention, compare, jax_programs, reference, shapes, timers
+from benchmarks import attention, compare, jax_programs, reference, shape_lists, timers
 from benchmarks import batch as batches
 from benchmarks.batch import Batch
 from benchmarks.compare import Contender, Prepared, Row
@@ -23,7 +23,7 @@ _CACHES = 4  # that the layers take in turn: one alone might stay in the GPU's o
 
 def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
     """Microseconds a layer."""
-    batch = batches.build(shapes.named(section, case, settings), settings.device)
+    batch = batches.build(shape_lists.named(section, case, settings), settings.device)
     layers = 4 if settings.quick else LAYERS
     found = [
         Contender(SHARED, lambda: _program(batch, layers, plan_each=False), ours=True),

@@ -64,4 +64,8 @@ def _rows(batch: Batch, sequence: int, first: int, rows: list[int]) -> torch.Ten
     if shape.window is not None:
         hidden |= distance >= shape.window
     scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    return torch.einsum("rhgk,khd->rhgd", scores.softmax(-1), v).flatten(1, 2)
+    if batch.sinks is not None:  # a score without a value
+        sinks = batch.sinks.double().view(1, shape.heads[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., :num_keys]
+    return torch.einsum("rhgk,khd->rhgd", weights, v).flatten(1, 2)

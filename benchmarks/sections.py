@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import kv_write, llama, shapes
+from benchmarks import kv_write, llama, shape_lists
 from benchmarks.compare import Row
 from benchmarks.settings import Settings
 from flashxla import install
@@ -59,8 +59,8 @@ def processes(sections: Sequence[str], settings: Settings) -> list[list[Job]]:
 
 def cases(section: str, settings: Settings) -> list[str]:
     """The names of a section's cases."""
-    if section in shapes.FULL:
-        return [shape.name for shape in shapes.of_section(section, settings)]
+    if section in shape_lists.FULL:
+        return [shape.name for shape in shape_lists.of_section(section, settings)]
     return kv_write.cases(settings) if section == "kv_write" else llama.cases(settings)
 
 

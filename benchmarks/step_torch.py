@@ -107,11 +107,12 @@ class _Step:
         _, caches, batch = self._arguments
         config, frontend = llama.config(self._settings), self._frontend
         dtype = getattr(torch, self._settings.dtype)
-        q, k, v = (
-            torch.randn(self._count, heads, config.dim, dtype=dtype, device=frontend.device)
-            for heads in (config.heads[0], config.heads[1], config.heads[1])
-        )
-        calls = {EAGER_ADD: lambda: q + 1, EAGER_OURS: lambda: llama_torch.ours(q, k, v, caches[0], batch)}
+        heads = config.heads[0] + 2 * config.heads[1]
+        qkv = torch.randn(self._count, heads, config.dim, dtype=dtype, device=frontend.device)
+        calls = {
+            EAGER_ADD: lambda: qkv + 1,
+            EAGER_OURS: lambda: llama_torch.ours(config, qkv, caches[0], batch),
+        }
         return {name: timers.host_time(call, frontend.wait)["host_us"] for name, call in calls.items()}
 
 

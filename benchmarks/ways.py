@@ -42,41 +42,47 @@ def _heads_first(config: Config, pages: int, dtype: str) -> Any:
     return tuple(x.transpose(2, 0, 1, 3) for x in _pages_first(config, pages, dtype))
 
 
-def _ours(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
-    return fx.ragged_paged_attention(
-        q,
-        k,
-        v,
+def _ours(config: Config, qkv: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    return fx.ragged_paged_attention_qkvpacked(
+        qkv,
         cache,
         batch["context_lens"],
         batch["tables"],
         batch["starts"],
         batch["num_seqs"],
-        q.shape[-1] ** -0.5,
+        config.dim**-0.5,
         slot_mapping=batch["slots"],
     )
 
 
-def _pallas(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+def _split(config: Config, qkv: Any) -> list[jax.Array]:
+    """q [S, Hq, D], k [S, Hk, D], v."""
+    q_heads, kv_heads = config.heads
+    return jnp.split(qkv, (q_heads, q_heads + kv_heads), axis=1)
+
+
+def _pallas(config: Config, qkv: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
     from jax.experimental.pallas.ops.gpu import paged_attention as pallas
 
     from benchmarks.peers import pallas_width
 
+    q, k, v = _split(config, qkv)
     block, offset = batch["slots"] // PAGE, batch["slots"] % PAGE
     keys, values = (
         pages.at[:, block, offset].set(new.swapaxes(0, 1)) for pages, new in zip(cache, (k, v), strict=True)
     )
     table = batch["tables"]
     table = jnp.pad(table, ((0, 0), (0, pallas_width(table.shape[1]) - table.shape[1])))
-    out = pallas.paged_attention(q * q.shape[-1] ** -0.5, keys, values, table, batch["context_lens"])
+    out = pallas.paged_attention(q * config.dim**-0.5, keys, values, table, batch["context_lens"])
     return out, (keys, values)
 
 
-def _gather(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+def _gather(config: Config, qkv: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    q, k, v = _split(config, qkv)
     block, offset = batch["slots"] // PAGE, batch["slots"] % PAGE
     cache = tuple(pages.at[block, offset].set(new) for pages, new in zip(cache, (k, v), strict=True))
     keys, values = (pages[batch["tables"]].reshape(len(q), -1, *k.shape[1:]) for pages in cache)
-    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1]) * config.dim**-0.5
     scores = jnp.einsum("shgd,skhd->shgk", grouped, keys, preferred_element_type=jnp.float32)
     real = jnp.arange(keys.shape[1]) < batch["context_lens"][:, None]
     weights = jax.nn.softmax(jnp.where(real[:, None, None], scores, -jnp.inf), axis=-1)
@@ -84,8 +90,9 @@ def _gather(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array
     return out.reshape(q.shape), cache
 
 
-def _nothing(q: Any, k: Any, v: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+def _nothing(config: Config, qkv: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
     # All three are used, so that XLA leaves out nothing else.
+    q, k, v = _split(config, qkv)
     return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), cache
 
 

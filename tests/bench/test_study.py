@@ -26,6 +26,7 @@ from benchmarks import (
     reference,
     results,
     sections,
+    shape_lists,
     shapes,
     supervisor,
     timers,
@@ -61,6 +62,7 @@ def test_bytes_of_keys_and_values():
     shape = Shape("", shapes.newest(10, 20), heads=(32, 8), dim=128)
     assert shapes.kv_bytes(shape) == 2 * 30 * 8 * 128 * 2
     assert shapes.kv_bytes(dataclasses.replace(shape, cache="fp8_e4m3")) == 2 * 30 * 8 * 128
+    assert shapes.kv_bytes(dataclasses.replace(shape, window=12)) == 2 * 22 * 8 * 128 * 2
     case = kv_write.Write("", 64, "bfloat16", "fp8_e4m3")
     assert kv_write.work_bytes(case) == 2 * 64 * 8 * 128 * 3
     assert kv_write.num_blocks(case, 2**30) * 2 * 16 * 8 * 128 == 2**30
@@ -69,7 +71,7 @@ def test_bytes_of_keys_and_values():
 @pytest.mark.parametrize("section", ["prefill", "decode", "mixed", "overhead", "plan"])
 @pytest.mark.parametrize("settings", [FULL, QUICK, dataclasses.replace(FULL, dtype="float32")])
 def test_shape_tables(section: str, settings: Settings):
-    found = shapes.of_section(section, settings)
+    found = shape_lists.of_section(section, settings)
     assert len({shape.name for shape in found}) == len(found) > 0
     for shape in found:
         assert all(0 < new <= keys for new, keys in shape.lens)
@@ -79,15 +81,18 @@ def test_shape_tables(section: str, settings: Settings):
 
 
 def test_issue_shapes():
-    tokens = {shape.name: sum(keys for _, keys in shape.lens) for shape in (*shapes.PREFILL, *shapes.DECODE)}
+    tokens = {
+        shape.name: sum(keys for _, keys in shape.lens)
+        for shape in (*shape_lists.PREFILL, *shape_lists.DECODE)
+    }
     assert tokens["ragged 16k"] == 16384
     assert tokens["skew B"] == 65536 + 63 * 512
-    lens = [keys for _, keys in shapes.named("decode", "skew A", FULL).lens]
+    lens = [keys for _, keys in shape_lists.named("decode", "skew A", FULL).lens]
     assert len(lens) == 64 and min(lens) >= 128 and max(lens) <= 16384
 
 
 def test_sets_exceed_the_gpus_caches():
-    for shape in (*shapes.PREFILL, *shapes.DECODE):
+    for shape in (*shape_lists.PREFILL, *shape_lists.DECODE):
         sets = batches.num_sets(shape, "cuda")
         assert sets >= 2
         assert sets * (shapes.kv_bytes(shape) + shapes.qo_bytes(shape)) > 180 * 2**20
@@ -109,7 +114,7 @@ def test_pallas_takes_the_width():
 
 
 def test_a_wrong_result_is_not_timed():
-    batch = batches.build(shapes.QUICK["decode"][0], "cpu")
+    batch = batches.build(shape_lists.QUICK["decode"][0], "cpu")
     right = attention.paged_calls(batch)[0]()
     assert reference.check(batch, right, ours=True) < 2e-2
     off = right.clone()
@@ -118,7 +123,7 @@ def test_a_wrong_result_is_not_timed():
         with pytest.raises(compare.WrongResult, match="relative error"):
             reference.check(batch, out, ours=True)
 
-    padded = batches.build(shapes.QUICK["decode"][2], "cpu")
+    padded = batches.build(shape_lists.QUICK["decode"][2], "cpu")
     out = attention.paged_calls(padded)[0]()
     out[-1] = 1
     with pytest.raises(compare.WrongResult, match="padded rows"):
@@ -151,6 +156,10 @@ def test_sections(section: str):
     mine = {row["contender"] for row in rows if row.get("ours")}
     expected = {"decode": {"flashxla", "flashxla in JAX"}, "plan": {plan.SHARED, plan.EACH}}
     assert mine == expected[section] if section in expected else len(mine) >= 3
+    if section in ("prefill", "decode"):
+        masks = {row["case"] for row in rows if row["contender"] == "torch FlexAttention" and "us" in row}
+        known = ("softcap 30", "ALiBi", "window 9", "window 1024", "sinks")
+        assert masks == {f"2 x 40, {mask}" for mask in known}
     if section == "kv_write":
         theirs = {row["contender"] for row in rows if not row["ours"] and "us" in row}
         assert theirs == {
@@ -174,8 +183,8 @@ def test_the_steps_model_decodes_like_a_dense_one():
     params = llama_jax.init(config, "float32")
     tokens = jax.random.randint(jax.random.key(3), (2, 20), 0, config.vocab)
 
-    def causal(q: Any, k: Any, v: Any, cache: Any, batch: Any) -> Any:
-        q, k, v = (x.reshape(2, 20, -1, config.dim) for x in (q, k, v))
+    def causal(config: llama.Config, qkv: Any, cache: Any, batch: Any) -> Any:
+        q, k, v = jnp.split(qkv.reshape(2, 20, -1, config.dim), (4, 6), axis=2)
         return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(40, -1, config.dim), cache
 
     flat = {"context_lens": jnp.tile(jnp.arange(1, 21), 2)}

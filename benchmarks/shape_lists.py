@@ -1,0 +1,205 @@
+"""The shapes that each section measures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.settings import Settings
+from benchmarks.shapes import Lens, Shape, newest, prompts
+from flashxla.bench.topic import log_uniform
+
+Changes = Mapping[str, Mapping[str, Any]]
+
+
+def _changed(shape: Shape, changes: Changes) -> tuple[Shape, ...]:
+    return tuple(
+        dataclasses.replace(shape, name=f"{shape.name}, {name}", **fields) for name, fields in changes.items()
+    )
+
+
+_FP8_CACHE = {"cache": "fp8_e4m3"}
+_ALL_FP8 = {"cache": "fp8_e4m3", "queries": "fp8_e4m3"}
+_HEAD_SIZES: Changes = {
+    "head size 64": {"dim": 64},
+    "head size 96": {"dim": 96},
+    "head size 192": {"dim": 192},
+    "head size 256": {"dim": 256, "heads": (16, 4)},
+}
+_HEADS: Changes = {
+    "32 heads on 32": {"heads": (32, 32)},
+    "32 heads on 1": {"heads": (32, 1)},
+    "64 heads on 8": {"heads": (64, 8)},
+    "28 heads on 4": {"heads": (28, 4)},
+    "8 heads on 1": {"heads": (8, 1)},
+}
+_MASKS: Changes = {
+    "softcap 30": {"softcap": 30.0},
+    "ALiBi": {"alibi": True},
+    "window 1024": {"window": 1024},
+    "sinks": {"sinks": True},
+    "LSE returned": {"lse": True},
+}
+_CACHES: Changes = {
+    "pages of 64": {"page": 64},
+    "pages of 256": {"page": 256},
+    "HND": {"layout": "HND"},
+    "interleaved": {"layout": "interleaved"},
+    "all fp8": _ALL_FP8,
+}
+_OTHERS: Changes = {"float16": {"dtype": "float16"}, "batch_invariant": {"batch_invariant": True}}
+
+_LONG = Shape("1 x 8192", prompts(8192))
+PREFILL = (
+    _LONG,
+    Shape("1 x 16384", prompts(16384)),
+    Shape("4 x 2048", prompts(*[2048] * 4)),
+    Shape("ragged 16k", prompts(8192, 4096, 2048, 1024, 512, 256, 128, 128)),
+    Shape("2k new of 16k", ((2048, 16384),)),
+)
+# Small: no tensor core runs float32.
+PREFILL_FLOAT32 = (Shape("1 x 2048, float32", prompts(2048), dtype="float32"),)
+PREFILL_MORE = (
+    Shape("1 x 512", prompts(512)),
+    Shape("1 x 1024", prompts(1024)),
+    Shape("1 x 2048", prompts(2048)),
+    Shape("1 x 4096", prompts(4096)),
+    Shape("16 x 512", prompts(*[512] * 16)),
+    Shape("64 x 128", prompts(*[128] * 64)),
+    Shape("16 new of 16k", ((16, 16384),)),
+    Shape("64 new of 16k", ((64, 16384),)),
+    Shape("128 new of 16k", ((128, 16384),)),
+    *_changed(_LONG, {**_HEAD_SIZES, **_HEADS, **_MASKS, **_CACHES, **_OTHERS}),
+    *_changed(
+        _LONG,
+        {
+            "pages of 4": {"page": 4},
+            "pages of 1": {"page": 1},
+            "fp8 cache": _FP8_CACHE,
+            "fp8 cache, head size 256": {**_FP8_CACHE, "dim": 256, "heads": (16, 4)},
+            "all fp8, head size 64": {**_ALL_FP8, "dim": 64},
+        },
+    ),
+    *PREFILL_FLOAT32,
+)
+
+_WIDE = Shape("64 x 2k", newest(*[2048] * 64))
+_DEEP = Shape("8 x 16k", newest(*[16384] * 8))
+_SKEW_A = Shape("skew A", newest(*log_uniform(128, 16384, 64, seed=1)))
+DECODE = (
+    _DEEP,
+    _WIDE,
+    Shape("128 x 1k", newest(*[1024] * 128)),
+    Shape("256 x 512", newest(*[512] * 256)),
+    Shape("1 x 4k", newest(4096)),
+    Shape("1 x 1k", newest(1024)),
+    Shape("16 x 512", newest(*[512] * 16)),
+    _SKEW_A,
+    Shape("skew B", newest(65536, *[512] * 63)),
+    dataclasses.replace(_WIDE, name="64 x 2k, padded to 256", seqs=256, table_width=1024),
+    dataclasses.replace(_WIDE, name="64 x 2k, fp8 cache", cache="fp8_e4m3"),
+    dataclasses.replace(_DEEP, name="8 x 16k, fp8 cache", cache="fp8_e4m3"),
+)
+DECODE_FLOAT32 = (
+    Shape("8 x 2k, float32", newest(*[2048] * 8), dtype="float32"),
+    Shape("16 x 2k, float32", newest(*[2048] * 16), dtype="float32"),
+    Shape("1 x 16k, float32", newest(16384), dtype="float32"),
+)
+DECODE_MORE = (
+    Shape("1024 x 128", newest(*[128] * 1024)),
+    Shape("4096 x 32", newest(*[32] * 4096)),
+    Shape("64 x 2k, 4 queries each", ((4, 2048),) * 64),
+    Shape("64 x 2k, 8 queries each", ((8, 2048),) * 64),
+    Shape("64 x 2k, 16 queries each", ((16, 2048),) * 64),
+    *_changed(_WIDE, {**_HEAD_SIZES, **_HEADS, **_MASKS, **_CACHES, **_OTHERS}),
+    dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),
+    dataclasses.replace(_SKEW_A, name="skew A, fp8 cache", cache="fp8_e4m3"),
+    *DECODE_FLOAT32,
+)
+
+_ROWS = newest(*[2048] * 64)
+MIXED = (
+    Shape("64 decode rows of 2k + 2k new of 2k", (*_ROWS, (2048, 2048))),
+    Shape("64 decode rows of 2k + 2k new of 16k", (*_ROWS, (2048, 16384))),
+)
+
+# One plan for all layers, or one each.
+PLAN = (
+    Shape("decode 256 x 512", newest(*[512] * 256)),
+    Shape("decode 64 x 2k", newest(*[2048] * 64)),
+    Shape("decode 1 x 1k", newest(1024)),
+    Shape("decode 16 x 2k", newest(*[2048] * 16)),
+    Shape("prefill 1 x 8k", prompts(8192)),
+    Shape("prefill 64 x 128", prompts(*[128] * 64)),
+    Shape("prefill 4 x 2k", prompts(*[2048] * 4)),
+    Shape("prefill 1 x 512", prompts(512)),
+)
+
+
+def _small(name: str, lens: Lens, **more: Any) -> Shape:
+    return Shape(name, lens, heads=(4, 2), dim=64, **more)
+
+
+QUICK = {
+    "prefill": (
+        _small("2 x 40", prompts(40, 40)),
+        _small("ragged", prompts(7, 33)),
+        _small("8 new of 40", ((8, 40),)),
+    ),
+    "decode": (
+        _small("2 x 40", newest(40, 40)),
+        _small("skew", newest(100, 7, 9)),
+        _small("2 x 40, padded to 5", newest(40, 40), seqs=5, table_width=8),
+        _small("2 x 40, fp8 cache", newest(40, 40), cache="fp8_e4m3"),
+    ),
+    "mixed": (_small("2 decode rows of 40 + 8 new of 16", (*newest(40, 40), (8, 16))),),
+    "overhead": (_small("cache write + decode 1 x 40", newest(40)),),
+    "plan": (_small("decode 2 x 40", newest(40, 40)), _small("prefill 2 x 20", prompts(20, 20))),
+}
+_QUICK_MORE = {
+    "prefill": (
+        _small("40, window 9, HND", prompts(40), window=9, layout="HND"),
+        _small("40, interleaved", prompts(40), layout="interleaved", softcap=30.0),
+        _small("40, ALiBi, pages of 1", prompts(40), alibi=True, page=1),
+        _small("40, all fp8", prompts(40), **_ALL_FP8),
+        _small("40, LSE returned", prompts(40), lse=True),
+        *_changed(_small("2 x 40", prompts(40, 40)), {**_MASKS, "window 9": {"window": 9}}),
+    ),
+    "decode": _changed(
+        _small("2 x 40", newest(40, 40)),
+        {**_MASKS, "window 9": {"window": 9}, "all fp8": _ALL_FP8},
+    ),
+}
+FULL = {
+    "prefill": PREFILL,
+    "decode": DECODE,
+    "mixed": MIXED,
+    "overhead": (Shape("cache write + decode 1 x 1k", newest(1024)),),
+    "plan": PLAN,
+}
+_MORE = {"prefill": PREFILL_MORE, "decode": DECODE_MORE}
+_FLOAT32 = {"prefill": PREFILL_FLOAT32, "decode": DECODE_FLOAT32}
+
+
+def of_section(section: str, settings: Settings) -> tuple[Shape, ...]:
+    """The shapes of a section of attention."""
+    if settings.dtype == "float32" and section in _FLOAT32 and not settings.quick:
+        return _FLOAT32[section]
+    found = tuple(
+        dataclasses.replace(shape, dtype=settings.dtype)
+        for shape in (QUICK if settings.quick else FULL)[section]
+    )
+    if not settings.everything:
+        return found
+    return found + (_QUICK_MORE if settings.quick else _MORE).get(section, ())
+
+
+def in_every_front_end(section: str, name: str, settings: Settings) -> bool:
+    """Whether a case is measured in JAX, too. Those that `everything` adds are not: JAX compiles each for seconds."""
+    return any(shape.name == name for shape in (QUICK if settings.quick else FULL)[section])
+
+
+def named(section: str, name: str, settings: Settings) -> Shape:
+    """One of them."""
+    return next(shape for shape in of_section(section, settings) if shape.name == name)
