@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
+
+
+def ngrams(tokens: int, longest: int) -> dict[str, Any]:
+    """The configuration of speculation by n-grams: so many drafted tokens, behind what is at most so long."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": tokens,
+        "prompt_lookup_max": longest,
+        "prompt_lookup_min": 1,
+    }
 
 
 class Engine:
@@ -53,6 +63,22 @@ class Engine:
 
         params = SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True} | sampling)
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def interrupted(
+        self, prompts: list[list[int]], params: list[Any], every: int, interrupt: Callable[[], list[Any]]
+    ) -> list[Any]:
+        """vLLM's own outputs, where something happens after every few steps, which returns what has finished in it."""
+        llm = self.llm.llm_engine
+        for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+            llm.add_request(str(i), {"prompt_token_ids": prompt}, asked)
+        outputs, steps = [], 0
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+            steps += 1
+            if steps % every == 0:
+                outputs += interrupt()
+        finished = {output.request_id: output for output in outputs if output.finished}
+        return [finished[str(i)] for i in range(len(prompts))]
 
     def cache_pointers(self) -> list[int]:
         """The addresses of the layers' caches, on each device."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flashxla_vllm.attention import LAYOUT, Mask, attend
+from flashxla_vllm.refusals import CACHE_DTYPES
 
 from tests.vllm.checkpoints import PROMPTS
 from tests.vllm.engine import engine
@@ -23,15 +24,33 @@ def test_engine_with_fp8_cache(models, checkpoint, monkeypatch):
         assert running.cache_pointers() == before
     with engine(checkpoint("llama"), max_logprobs=5) as running:
         exact = running.generate(PROMPTS, 1, logprobs=5)
-    # The first token depends on attention to the quantised prompt.
-    errors = []
-    for a, b in zip(quantised, exact, strict=True):
+    found = errors(quantised, exact)
+    assert max(found) > 1e-4
+    assert np.median(found) < 0.3
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in CACHE_DTYPES if dtype not in ("auto", "fp8")])
+def test_engine_with_other_caches(dtype, checkpoint):
+    """refusals.py promises that they work; vLLM wants those of 16 bits to be the model's."""
+    of_model = "float32" if "fp8" in dtype else dtype
+    outputs = []
+    for of_cache in ("auto", dtype):
+        with engine(checkpoint("llama"), dtype=of_model, kv_cache_dtype=of_cache, max_logprobs=5) as running:
+            outputs.append(running.generate(PROMPTS, 1, logprobs=5))
+            found = str(running.runner.kv_caches[0].dtype)
+    assert found == {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(dtype, dtype)
+    assert np.median(errors(*outputs)) < (0.3 if "fp8" in dtype else 1e-6)
+
+
+def errors(outputs, exact):
+    """Of the log probabilities of first tokens, which depend on attention to the cached prompt."""
+    found = []
+    for a, b in zip(outputs, exact, strict=True):
         top, others = (output.outputs[0].logprobs[0] for output in (a, b))
         common = top.keys() & others.keys()
         assert len(common) >= 2
-        errors += [abs(top[token].logprob - others[token].logprob) for token in common]
-    assert max(errors) > 1e-4
-    assert np.median(errors) < 0.3
+        found += [abs(top[token].logprob - others[token].logprob) for token in common]
+    return found
 
 
 @pytest.mark.parametrize("element", [jnp.float8_e4m3fn, jnp.float8_e5m2])

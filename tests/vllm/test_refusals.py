@@ -5,8 +5,11 @@ import shutil
 
 import pytest
 from flashxla_vllm import refusals
+from flashxla_vllm.refusals import CACHE_DTYPES
 from vllm import EngineArgs, SamplingParams
+from vllm.config.cache import KV_CACHE_DTYPES
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from tests.vllm.engine import engine
@@ -60,6 +63,41 @@ def test_quantised_weights(checkpoint):
 def test_draft_models(checkpoint):
     draft = {"method": "draft_model", "model": str(checkpoint("llama")), "num_speculative_tokens": 2}
     refused(checkpoint("llama"), "speculative decoding by", speculative_config=draft)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in KV_CACHE_DTYPES if dtype not in CACHE_DTYPES])
+def test_caches_in_vllms_own_formats(dtype, checkpoint):
+    """Each that vLLM knows; test_fp8_cache.py has those that work."""
+    with pytest.raises(Exception, match=f"flashxla-vllm.*--kv-cache-dtype {dtype}; auto, .*fp8.* work"):
+        EngineArgs(str(checkpoint("llama")), kv_cache_dtype=dtype).create_engine_config()
+
+
+def test_sleep(checkpoint, hf_tokens):
+    """Level 0 is a pause; others are refused before the engine pauses."""
+    with engine(checkpoint("llama")) as running:
+        for level in (1, 2):
+            with pytest.raises(VLLMValidationError, match=f"flashxla-vllm.* sleep level {level}.*Level 0"):
+                running.llm.sleep(level=level)
+        assert running.greedy() == hf_tokens("llama")
+        running.llm.sleep(level=0)
+        running.llm.wake_up(tags=["scheduling"])
+        assert running.greedy() == hf_tokens("llama")
+
+
+def test_messages_for_speculation(checkpoint):
+    """Beam search asks for log probabilities on its own; a grammar is named, not printed."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    EngineArgs(str(checkpoint("llama")), speculative_config=speculation).create_engine_config()
+    with pytest.raises(
+        VLLMValidationError, match=r"logprobs=4 with speculative.*Beam search asks for logprobs"
+    ):
+        refusals.check_request(SamplingParams(logprobs=4))
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(
+        VLLMValidationError, match="support structured_outputs with speculative decoding"
+    ) as raised:
+        refusals.check_request(grammar)
+    assert "Params" not in str(raised.value)
 
 
 def test_kv_connectors(checkpoint):

@@ -335,7 +335,9 @@ def test_on_two_devices(option, repeating, reference):
         assert ask(running, asked) == [expect(reference, *pair) for pair in asked]
         texts = [f"t{20 + i}t{35 - i}" for i in range(6)]
         if option == "data_parallel_size":
-            with pytest.raises(VLLMValidationError, match=r"structured_outputs=.* with --data-parallel-size"):
+            with pytest.raises(
+                VLLMValidationError, match=r"support structured_outputs with --data-parallel-size"
+            ):
                 running.generate(PROMPTS[:1], 2, structured_outputs=StructuredOutputsParams(choice=texts))
             return
         asked = [
@@ -351,10 +353,12 @@ def test_not_with_speculation(repeating, reference):
     with engine(repeating, speculative_config=speculation) as running:
         with pytest.raises(VLLMValidationError, match=r"repetition_penalty=1\.5 with speculative decoding"):
             running.generate(PROMPTS[:1], 2, repetition_penalty=1.5)
-        with pytest.raises(VLLMValidationError, match=r"structured_outputs=.* with speculative decoding"):
+        with pytest.raises(
+            VLLMValidationError, match=r"support structured_outputs with speculative decoding"
+        ):
             running.generate(PROMPTS[:1], 2, structured_outputs=StructuredOutputsParams(choice=["t21"]))
         for name in ("logprobs", "prompt_logprobs"):
-            with pytest.raises(VLLMValidationError, match=rf" {name}=0 with speculative decoding\.$"):
+            with pytest.raises(VLLMValidationError, match=rf" {name}=0 with speculative decoding\."):
                 running.generate(PROMPTS[:1], 2, **{name: 0})
         assert running.greedy(PROMPTS[2:3]) == [reference.write(PROMPTS[2], 12)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import shutil
+import time
 import urllib.error
 import urllib.request
 
@@ -145,6 +146,42 @@ def test_models_and_health(server):
     assert model.model_dump()["max_model_len"] == MAX_MODEL_LEN
     with urllib.request.urlopen(f"{server.url}/version", timeout=10) as answer:
         assert json.load(answer)["version"].startswith("0.33.0")
+
+
+def test_dev_mode(checkpoint, tmp_path):
+    """Requests go on, with the same tokens, behind a pause and a reset of the cache; sleep is refused with 400."""
+    running = start(checkpoint("llama"), tmp_path / "log", VLLM_SERVER_DEV_MODE="1")
+
+    def post(path):
+        urllib.request.urlopen(
+            urllib.request.Request(running.url + path, b"", method="POST"), timeout=30
+        ).close()
+
+    def pause():
+        post("/pause?mode=keep")
+        post("/resume")
+
+    def texts(meanwhile):
+        with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = [pool.submit(running.complete, prompt, 150) for prompt in PROMPTS]
+            for delay in range(10):
+                time.sleep(0.004 * delay)
+                meanwhile()
+            return [answer.result().choices[0].text for answer in answers]
+
+    try:
+        running.wait()
+        expected = texts(lambda: None)
+        for _ in range(3):
+            assert texts(pause) == expected
+            assert texts(lambda: post("/reset_prefix_cache?reset_running_requests=true")) == expected
+        running.wait_until_idle()
+        with pytest.raises(urllib.error.HTTPError, match="400") as raised:
+            post("/sleep?level=1")
+        assert "flashxla-vllm does not support sleep level 1" in raised.value.read().decode()
+        assert texts(lambda: None) == expected
+    finally:
+        stop(running)
 
 
 def test_spawned_engine_and_defaults_of_the_checkpoint(checkpoint, hf_tokens, tmp_path):

@@ -88,7 +88,12 @@ def attend(
         return kv_cache, fx.paged_attention(query, kv_cache, *index, **options)
     if not fp8:
         key, value = key.astype(kv_cache.dtype), value.astype(kv_cache.dtype)
-    out, kv_cache = fx.ragged_paged_attention(query, key, value, kv_cache, *index, **options)
+    if query.dtype != key.dtype or query.shape[2] != value.shape[2]:
+        out, kv_cache = fx.ragged_paged_attention(query, key, value, kv_cache, *index, **options)
+        return kv_cache, out
+    # XLA makes one kernel of this and the rotary embedding, which of three operands would be one for each.
+    qkv = jnp.concatenate([query, key, value], axis=1)
+    out, kv_cache = fx.ragged_paged_attention_qkvpacked(qkv, kv_cache, *index, **options)
     return kv_cache, out
 
 

@@ -166,6 +166,35 @@ def models_inspected_in_this_process() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
+@_override(
+    _CONFIG,
+    "vllm.v1.engine.async_llm:AsyncLLM.sleep",
+    "vllm.v1.engine.core:EngineCore.sleep",
+    "vllm.v1.engine.llm_engine:LLMEngine.sleep",
+    "tpu_inference.worker.tpu_worker:TPUWorker.sleep",
+)
+def sleep_is_refused_before_it_pauses() -> None:
+    """vLLM's engine pauses its scheduler, then asks the worker to sleep. 0.32.0's worker raises, and the engine stays
+    paused: it looks healthy, and every later request hangs.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from flashxla_vllm import refusals
+
+    sleep, sleep_async = LLMEngine.sleep, AsyncLLM.sleep
+
+    def checked(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        refusals.check_sleep(level)
+        sleep(self, level, *args, **kwargs)
+
+    async def checked_async(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        refusals.check_sleep(level)
+        await sleep_async(self, level, *args, **kwargs)
+
+    LLMEngine.sleep, AsyncLLM.sleep = checked, checked_async
+
+
 @_override(_CONFIG, "vllm.model_executor.layers.quantization.mxfp4:Mxfp4Config.get_supported_act_dtypes")
 def mxfp4_in_any_dtype() -> None:
     """vLLM allows MXFP4 with bfloat16 alone, for its kernels; here the weights are dequantised to the model's dtype."""
@@ -329,6 +358,31 @@ def one_program_for_all_linear_layers() -> None:
         )
 
     VllmUnquantizedLinearMethod._build_linear_weights = build
+
+
+@_override(_WORKER, "vllm.model_executor.layers.rotary_embedding.common:ApplyRotaryEmb.forward_static")
+def rotary_embedding_in_one_piece() -> None:
+    """vLLM puts the two rotated halves of a head together, which XLA does more slowly than tracing.rotated. The results
+    are the same, to the bit.
+    """
+    from torchax.interop import jax_view, torch_view
+    from torchax.tensor import Tensor
+    from torchax.view import View
+    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+    from flashxla_vllm import tracing
+
+    in_halves = ApplyRotaryEmb.forward_static
+
+    def forward_static(
+        x: Any, cos: Any, sin: Any, is_neox_style: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        plain = isinstance(x, (Tensor, View)) and x.dim() == 3 and is_neox_style and not args and not kwargs
+        if not plain:
+            return in_halves(x, cos, sin, is_neox_style, *args, **kwargs)
+        return torch_view(tracing.rotated(*jax_view((x, cos, sin))))
+
+    ApplyRotaryEmb.forward_static = staticmethod(forward_static)
 
 
 @_override(
@@ -694,6 +748,107 @@ def requests_that_leave_the_batch_keep_their_last_token() -> None:
 
 @_override(
     _WORKER,
+    "tpu_inference.runner.tpu_runner:AsyncPreResults",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._modify_prev_results",
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._prepare_async_token_substitution_indices",
+    "tpu_inference.runner.persistent_batch_manager:PersistentBatchManager.update_states",
+    "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+    "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
+)
+def resumed_requests_take_the_schedulers_tokens() -> None:
+    """reset_prefix_cache(reset_running_requests=True), which a pause may ask for, preempts requests and resumes them in
+    the next step. With async scheduling 0.32.0 then reads the placeholder of the token that is not yet replaced, and
+    replaces it later, where the scheduler may have dropped it: wrong tokens, or an error that ends the engine. As in
+    vLLM, a resumed request has the scheduler's tokens, and nothing of the step before.
+    """
+    from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+    original = TPUModelRunner._execute_model
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id in cached.resumed_req_ids:
+            state = self.requests[request_id]
+            state.output_token_ids[:] = cached.all_token_ids[request_id][state.num_prompt_tokens :]
+        previous = self._pre_async_results
+        if previous is not None and cached.resumed_req_ids:
+            previous.request_seq_lens = [
+                entry for entry in previous.request_seq_lens if entry[1].req_id not in cached.resumed_req_ids
+            ]
+            for request_id in cached.resumed_req_ids:
+                previous.placeholder_req_id_to_index.pop(request_id, None)
+        return original(self, scheduler_output, *args, **kwargs)
+
+    TPUModelRunner._execute_model = execute_model
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
+    "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
+)
+def empty_steps_are_no_fault() -> None:
+    """With async scheduling vLLM's engine asks for an empty step where the last token of each request is under way.
+    0.32.0 answers it as vLLM's own workers do, but warns of it: for nearly every request that is alone.
+    """
+    from tpu_inference.runner import tpu_runner
+
+    warning = "Should not schedule a request that does nothing!"
+    tpu_runner.logger.addFilter(lambda record: record.msg != warning)
+
+
+@_override(
+    _WORKER,
+    "tpu_inference.layers.jax.sample.rejection_sampler:_compute_probs",
+    "tpu_inference.layers.jax.sample.rejection_sampler:_get_segment_info",
+    "tpu_inference.layers.jax.sample.rejection_sampler:_random_rejection_sample_with_segment",
+    "tpu_inference.layers.jax.sample.rejection_sampler:_sample_recovered_tokens",
+    "tpu_inference.layers.jax.sample.sampling:_apply_sampling_transforms",
+    "tpu_inference.layers.jax.sample.sampling_metadata:TPUSupportedSamplingMetadata",
+)
+def speculated_tokens_have_the_distribution_of_others() -> None:
+    """Where one request of a batch samples, 0.32.0 draws drafted tokens of the greedy ones, too, at their temperature
+    of -1. It narrows drafted tokens by top-k and top-p before the temperature, and the token behind them after, as
+    vLLM does. A token that is left out is still accepted where the random number is 0.
+    """
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    from tpu_inference.layers.jax.sample import rejection_sampler, sampling
+
+    from flashxla_vllm.narrowing import MASKED
+    from flashxla_vllm.sampling_program import GREEDY_BELOW
+
+    transform = sampling._apply_sampling_transforms
+    accept = rejection_sampler._random_rejection_sample_with_segment
+
+    def transforms(logits: Any, metadata: Any) -> Any:
+        if not metadata.do_sampling:
+            return logits
+        greedy = metadata.temperature < GREEDY_BELOW
+        drawn = dataclasses.replace(metadata, temperature=jnp.where(greedy, 1.0, metadata.temperature))
+        likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.bool)
+        return jnp.where(greedy[:, None], jnp.where(likeliest, 0.0, MASKED), transform(logits, drawn))
+
+    def probabilities(logits: Any, num_draft_tokens: Any, metadata: Any) -> Any:
+        request, _ = rejection_sampler._get_segment_info(num_draft_tokens, logits.shape[0])
+        each = {name: getattr(metadata, name)[request] for name in ("temperature", "top_k", "top_p")}
+        of_tokens = dataclasses.replace(metadata, **each)
+        return jax.nn.softmax(transforms(logits.astype(jnp.float32), of_tokens), axis=-1)
+
+    def accept_what_is_possible(drafts: Any, draft_probs: Any, target_probs: Any, *args: Any) -> Any:
+        return accept(drafts, draft_probs, jnp.where(target_probs > 0, target_probs, -1.0), *args)
+
+    _replace(sampling.__name__, "_apply_sampling_transforms", transforms)
+    _replace(rejection_sampler.__name__, "_compute_probs", probabilities)
+    _replace(rejection_sampler.__name__, "_random_rejection_sample_with_segment", accept_what_is_possible)
+
+
+@_override(
+    _WORKER,
     "tpu_inference.layers.jax.sample.sampling:sample",
     "tpu_inference.runner.input_batch:InputBatch",
     "tpu_inference.runner.tpu_runner:TPUModelRunner._execute_model",
@@ -714,8 +869,7 @@ def sampling_by_more_parameters() -> None:
 
     execute, sample_from_logits = Runner._execute_model, Runner._sample_from_logits
     precompile, sample = CompilationManager._precompile_sampling, tpu_runner.sample
-    # Of the step that is being sampled: the runner, the rows of its requests, and the logits as the model gave them
-    # (None: some are of speculated tokens).
+    # Of the step that is being sampled: the runner, the rows of its requests, and the logits as the model gave them.
     asked: list[Any] = []
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -726,22 +880,21 @@ def sampling_by_more_parameters() -> None:
         if not asked:
             return sample(rng, mesh, logits, *args, **kwargs)
         runner, selector, given = asked
-        source = logits if given is None else given
-        tokens, kept = sampling.batch_of(runner).sample(rng, source, runner.input_batch, selector)
+        tokens, kept = sampling.batch_of(runner).sample(rng, given, runner.input_batch, selector)
         return tokens, logits if kept is None else kept
 
     def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        more = sampling.batch_of(self).asks_for_more(self.input_batch)
-        if self.speculative_config and not more:
+        if self.speculative_config:  # refusals.py has let in no request that asks for more
             return sample_from_logits(self, *args, **kwargs)
+        more = sampling.batch_of(self).asks_for_more(self.input_batch)
         # With async scheduling the previous step's tokens may still be placeholders. The original waits for them after
         # it has sampled; the device is at work on this step's logits either way.
         if more and self._pre_async_results is not None:
             self._modify_prev_results()
             self._pre_async_results = None
         metadata, logits, selector = args[2], args[5], args[9]
-        asked[:] = self, selector, None if self.speculative_config else logits
-        if not metadata.logprobs and not self.speculative_config:
+        asked[:] = self, selector, logits
+        if not metadata.logprobs:
             args = (*args[:5], sampling.Unwidened(), *args[6:])
         try:
             return sample_from_logits(self, *args, **kwargs)

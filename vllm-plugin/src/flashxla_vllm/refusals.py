@@ -16,6 +16,8 @@ _IGNORED = (
     "thinking_token_budget",
     "trace_decode_token_ids",
 )
+# What attention.py's cache can hold; vLLM knows others, whose kernels are its own.
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 # Of the others tpu-inference returns log probabilities, too.
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 # By a feature of the engine that this process configured last: which parameters do not work with it.
@@ -45,13 +47,31 @@ def check_request(params: Any) -> None:
     asked.update(name for name in (*_STRUCTURED, *_LOGPROBS) if getattr(params, name) is not None)
     for feature, names in _not_with.items():
         if refused := sorted(names & asked):
-            values = ", ".join(f"{name}={getattr(params, name)!r}" for name in refused)
-            message = f"flashxla-vllm does not support {values} with {feature}."
+            # A grammar's value is long, and says nothing more.
+            values = (n if n in _STRUCTURED else f"{n}={getattr(params, n)!r}" for n in refused)
+            message = f"flashxla-vllm does not support {', '.join(values)} with {feature}."
+            if "logprobs" in refused:
+                message += " Beam search asks for logprobs, too."
             if sampling.PARAMETERS.keys() & refused:
                 message += (
                     " If the model's generation_config.json asks for it, start with --generation-config vllm."
                 )
             raise VLLMValidationError(message)
+
+
+def check_sleep(level: int) -> None:
+    """Raise for a level of sleep that moves memory; 0 stops scheduling.
+
+    Raises:
+        VLLMValidationError: the server answers 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    if level >= 1:
+        raise VLLMValidationError(
+            f"flashxla-vllm does not support sleep level {level}: weights and the cache stay on their devices. "
+            "Level 0 stops scheduling, as a pause does."
+        )
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -109,6 +129,8 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "KV connectors (--kv-transfer-config, --kv-offloading-size)"
     if vllm_config.watermark_config is not None:
         yield "watermarks (--watermark-config); tokens would have none"
+    if (cache_dtype := vllm_config.cache_config.cache_dtype) not in CACHE_DTYPES:
+        yield f"--kv-cache-dtype {cache_dtype}; {', '.join(CACHE_DTYPES)} work"
     if model is None:
         return
     if model.quantization is not None and model.quantization not in quantised.SUPPORTED:

@@ -3,6 +3,7 @@
 torchax runs a model's Python once for each program, layer by layer: most of the time that a warm start takes.
 Products with weights, norms, activations and rotary embeddings are pure functions of their tensors and settings: each
 is traced by jax.jit on its first call, and the other layers use that trace. Norms differ from vLLM's in one rounding.
+Norms and rotary embeddings are written so that XLA makes few kernels of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torchax.interop import jax_view, torch_view
 from torchax.tensor import Tensor
@@ -76,13 +78,35 @@ def norm(op: CustomOp, x: torch.Tensor, residual: torch.Tensor | None = None) ->
     vLLM adds in float32, and rounds the sum for the next layer. XLA sees that the rounded sum is widened again, leaves
     out both, and has the float32 sums of all layers go through memory. Rounding before the norm, as transformers does,
     is half of that; the barrier keeps XLA from leaving it out.
+
+    The barrier behind the norm keeps the product with its weight there. XLA moves that into the matrix product that
+    follows, and where cuBLAS then does the matrix product, it is a kernel of its own.
     """
     if residual is None:
-        return op._forward_method(x)
+        return _in_memory(op._forward_method(x))
     if x.dtype == torch.float32:
         return op._forward_method(x, residual)
-    total = torch_view(jax.lax.optimization_barrier(jax_view(x + residual)))
-    return op._forward_method(total), total
+    total = _in_memory(x + residual)
+    return _in_memory(op._forward_method(total)), total
+
+
+def _in_memory(x: torch.Tensor) -> torch.Tensor:
+    return torch_view(jax.lax.optimization_barrier(jax_view(x)))
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of halves (x1, x2): (x1 * cos - x2 * sin, x2 * cos + x1 * sin).
+
+    In this form XLA reads x as it writes the result. Of two halves that are put together it makes a slower kernel.
+
+    Args:
+        x: [tokens, heads, size]
+        cos, sin: [tokens, size / 2]
+    """
+    cos, sin = (y[:, None, None].astype(x.dtype) for y in (cos, sin))
+    halves = x.reshape(*x.shape[:2], 2, -1)
+    signs = jnp.array([[-1], [1]], x.dtype)
+    return (halves * cos + halves[:, :, ::-1] * (sin * signs)).reshape(x.shape)
 
 
 class _Call(torch.nn.Module):
