@@ -32,6 +32,25 @@ def test_made_once_for_a_tensor_and_a_key(made) -> None:
         assert once(a, 1, make) == 3
 
 
+def test_made_anew_for_a_tensor_that_was_written(made) -> None:
+    """And what was made before is gone: a training may write its positions into one tensor in each step."""
+    make, _ = made
+    tensor = torch.zeros(2)
+    before = once(tensor, "key", make)
+    for _ in range(3):
+        tensor.add_(1)
+        assert once(tensor, "key", make) == once(tensor, "key", make) > before
+        assert len(module._MADE[tensor][1]) == 1
+
+
+def test_inference_mode_counts_no_writes(made) -> None:
+    make, _ = made
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+        assert [once(tensor, "ours", make), once(tensor, "ours", make)] == [0, 0]
+        assert [once(tensor, "theirs", make, of_caller=True) for _ in range(2)] == [1, 2]
+
+
 def test_a_graph_takes_nothing_from_before_it_nor_gives_anything(made) -> None:
     make, capture = made
     tensor = torch.zeros(2)

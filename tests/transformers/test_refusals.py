@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+)
 
 import flashxla.transformers
 from flashxla.transformers import continuous_batching, interface, masks
@@ -32,7 +37,7 @@ def model(make_model: Make) -> Any:
 TABLE: dict[str, tuple[dict[str, Any], str]] = {
     "attention_mask": (
         {"attention_mask": torch.ones(3, 1, 21, 21, dtype=torch.bool)},
-        r"got an attention_mask \[3, 1, 21, 21\]; accepted: None or \[batch, keys\]",
+        r"LlamaAttention got a mask \[3, 1, 21, 21\] of torch.bool for 21 queries .*; accepted: None, \[batch, keys\]",
     ),
     "an argument": (
         {"position_bias": torch.zeros(1)},
@@ -124,15 +129,57 @@ def test_masks_of_other_kinds() -> None:
         masks.spans(1, 4, 4, mask_function=overlay)
 
 
-def test_models_without_the_interface() -> None:
-    config = transformers.FalconConfig(
-        vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+def test_models_that_compute_with_their_mask() -> None:
+    """They ask transformers for a tensor of queries and keys even where attention needs none."""
+    config = transformers.DogeConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashxla")
+    for arguments in ({}, {"attention_mask": torch.ones_like(ids_of())}):
+        with pytest.raises(
+            ValueError, match=r"asks for a mask with a place for each query .*; accepted: causal"
+        ):
+            model(ids_of(), **arguments)
+    with pytest.raises(ValueError, match="with a place for each query"):
+        masks.spans(1, 4, 4, mask_function=bidirectional_mask_function, allow_is_bidirectional_skip=False)
+
+
+@pytest.mark.parametrize("family", ["Falcon", "Bloom", "GPTJ", "Mpt"])
+def test_models_without_the_interface(family: str) -> None:
+    sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, **({"rotary_dim": 4} if family == "GPTJ" else {})
     )
     message = (
-        r'attn_implementation: got "flashxla" for FalconForCausalLM, whose attention does not go through'
+        rf'attn_implementation: got "flashxla" for {family}ForCausalLM, whose attention does not go through'
     )
     with pytest.raises(ValueError, match=message):
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashxla")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name in ("flashxla", {"": "flashxla"}):
+        with pytest.raises(ValueError, match=message):
+            model.set_attn_implementation(name)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", ["Splinter", "ClapText", "AlignText", "BigBirdPegasus", "DeepseekV4"])
+def test_models_that_support_no_other(family: str) -> None:
+    """Neither PyTorch's attention nor flash attention: their layers need a mask of queries and keys."""
+    kind = getattr(transformers, f"{family}Model")
+    message = rf'attn_implementation: got "flashxla" for {family}Model, which supports neither .*; accepted: .*"eager"'
+    with pytest.raises(ValueError, match=message):
+        kind._from_config(kind.config_class(), attn_implementation="flashxla")
+
+
+def test_parts_that_support_no_other(make_model: Make) -> None:
+    """A part whose config is its own is asked when the whole model's attention is set."""
+    model = make_model("llama")
+    config = transformers.SplinterConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    model.part = transformers.SplinterModel(config)
+    with pytest.raises(ValueError, match=r'got "flashxla" for SplinterModel, which supports neither'):
+        model.set_attn_implementation("flashxla")
 
 
 @pytest.mark.parametrize(

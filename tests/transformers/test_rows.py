@@ -49,7 +49,7 @@ def attended(tokens: torch.Tensor, queries: int, sides: tuple[int, int]) -> list
             keys = [int(key) + j for j in visible]
             assert all(j // KEYS == row for j in keys)
             found[query] = sorted(order_k[row, j % KEYS].item() for j in keys)
-    counts = spans[:, 0, 0, 1].tolist()
+    counts = spans[:, 1].tolist()
     for row, count in enumerate(counts):
         assert not any(found[row * queries + i] for i in range(count, queries)), "padding sees something"
     return [[found[row * queries + i] for i in range(count)] for row, count in enumerate(counts)]

@@ -12,19 +12,22 @@ import torch
 # tests/transformers/test_refusals.py looks through transformers' models for more.
 REFUSED = ("bias", "block_indices", "indices", "position_bias", "sinks")
 
+# What an error ends with that knows the layer, but not its model.
+INSTEAD = 'Load the model with attn_implementation="eager", or with "sdpa" if it supports that'
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """scaling: None is 1 / sqrt(D). sliding_window: how many last keys a query sees, itself among them.
 
-    deterministic: of gradients.
+    causal: what the layer says, None if nothing. deterministic: of gradients.
     """
 
     scaling: float | None
     sliding_window: int | None
     softcap: float | None
     s_aux: torch.Tensor | None
-    causal: bool
+    causal: bool | None
     deterministic: bool
 
     def flash_attn(self) -> dict[str, Any]:
@@ -73,6 +76,6 @@ def options_of(module: Any, arguments: dict[str, Any]) -> Options:
         arguments.get("sliding_window"),
         arguments.get("softcap"),
         arguments.get("s_aux"),
-        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        causal=getattr(module, "is_causal", None) if causal is None else causal,
         deterministic=bool(arguments.get("deterministic")),
     )

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 import flashxla.torch as fx
-from flashxla.transformers import continuous_batching, masks, rows
-from flashxla.transformers.arguments import Options, options_of
+from flashxla.transformers import continuous_batching, rows, statements
+from flashxla.transformers.arguments import INSTEAD, Options, options_of
+from flashxla.transformers.once import once
 from flashxla.transformers.rows import Batch
+from flashxla.transformers.statements import BIDIRECTIONAL, PACKABLE, SEEN
 
 
 def attention(
@@ -55,34 +57,71 @@ def attention(
             for name, length in (("max_seqlen_q", max_length_q), ("max_seqlen_k", max_length_k))
         )
         paged = continuous_batching.Step(cache, cu_seq_lens_q, cu_seq_lens_k, longest_q, longest_k, arguments)
+        # No mask is asked for here: what generates token by token is causal, unless the layer says otherwise.
+        options = dataclasses.replace(options, causal=options.causal is not False)
         return continuous_batching.attention(module, query, key, value, paged, options), None
     batch = Batch(query.shape[0], query.shape[2], key.shape[2])
-    may_be_packed = attention_mask is None and options.causal and batch.queries == batch.keys > 1
-    if attention_mask is not None and masks.is_whole_rows(attention_mask):
-        attention_mask = None
-    if attention_mask is not None and masks.is_seen(attention_mask, batch.queries, batch.keys):
-        out = _seen(query, key, value, attention_mask, options)
-        return out.reshape(batch.rows, 1, *out.shape[-2:]), None
-    if attention_mask is not None and attention_mask.dim() == 4 and not masks.is_spans(attention_mask):
+    spans, tokens, packable = None, None, False
+    if attention_mask is not None and statements.is_statement(attention_mask, batch.queries):
+        kind = _kind(module, attention_mask, batch)
+        if kind == SEEN:
+            return _seen(query, key, value, statements.keys_in(attention_mask), options), None
+        # What the model asked for decides, as in eager attention, which knows nothing else.
+        options = dataclasses.replace(options, causal=kind != BIDIRECTIONAL)
+        packable = kind == PACKABLE
+        if statements.is_of_tokens(attention_mask):
+            tokens = statements.keys_in(attention_mask)
+        else:
+            spans = statements.spans_in(attention_mask)
+    elif attention_mask is not None and attention_mask.dim() != 2:
+        return _seen(query, key, value, _seen_keys(module, attention_mask, batch), options), None
+    elif options.causal is None:
         raise ValueError(
-            f'attn_implementation="flashxla": got an attention_mask {list(attention_mask.shape)}; accepted: None or '
-            '[batch, keys], which says what is padding. Load the model with attn_implementation="sdpa"'
+            f'attn_implementation="flashxla": {type(module).__name__} says nothing of is_causal, and got no mask that '
+            f"does; accepted: one of them. {INSTEAD}"
         )
+    else:
+        tokens, packable = attention_mask, attention_mask is None and options.causal
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and None not in (max_length_q, max_length_k):
         offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (int(max_length_q), int(max_length_k))
         out = _packed(query, key, value, offsets, longest, options)
-    elif attention_mask is not None:
-        out = _padded(query, key, value, attention_mask, options)
+    elif tokens is not None:
+        out = _padded(query, key, value, tokens, options)
     elif (
-        may_be_packed
+        packable
+        and batch.queries == batch.keys > 1
         and position_ids is not None
         and (found := rows.packed(position_ids, batch.rows, batch.keys))
     ):
         starts, length = found
         out = _packed(query, key, value, (starts, starts), (length, length), options)
     else:
-        out = _rows(query, key, value, None, options)
+        out = _rows(query, key, value, spans, options)
     return out.reshape(batch.rows, batch.queries, *out.shape[-2:]), None
+
+
+def _kind(module: torch.nn.Module, statement: torch.Tensor, batch: Batch) -> int:
+    """Of our own mask. Raises ValueError if it is not of this call's keys."""
+    if not statements.fits(statement, batch.keys):
+        raise ValueError(
+            f'attn_implementation="flashxla": {type(module).__name__} attends to {batch.keys} keys, and asked for a '
+            f"mask of {statement.shape[3]}; accepted: as many. {INSTEAD}"
+        )
+    return statements.kind_of(statement)
+
+
+def _seen_keys(module: torch.nn.Module, mask: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Of a caller's mask: which keys the only query sees, bool [B, M]. Raises ValueError if it does not say that."""
+    shapes = [(rows, 1, 1, batch.keys) for rows in (batch.rows, 1)]
+    if batch.queries != 1 or mask.dtype != torch.bool or mask.shape not in shapes:
+        raise ValueError(
+            f'attn_implementation="flashxla": {type(module).__name__} got a mask {list(mask.shape)} of {mask.dtype} '
+            f"for {batch.queries} queries and {batch.keys} keys; accepted: None, [batch, keys], which says what is "
+            f"padding, or for one query bool [batch, 1, 1, keys]. {INSTEAD}"
+        )
+    # A copy: a view would keep alive what `once` finds it by.
+    make = lambda: mask[:, 0, 0].expand(batch.rows, -1).clone()  # noqa: E731
+    return once(mask, ("seen", batch.rows), make, of_caller=True)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -120,13 +159,12 @@ def _packed(
 
 
 def _padded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, options: Options
 ) -> torch.Tensor:
-    if masks.is_spans(mask):
-        return _rows(query, key, value, mask, options)
+    """tokens: bool [B, M], which of the first keys are. Returns [B, Sq, Hq, Dv]."""
     # Tokens that may not lie together, as flash-attention's own unpadding has it.
-    key, value = (x[:, :, : mask.shape[1]] for x in (key, value))
-    order_q, order_k, spans = rows.together(mask, query.shape[2])
+    key, value = (x[:, :, : tokens.shape[1]] for x in (key, value))
+    order_q, order_k, spans = rows.together(tokens, query.shape[2])
     query, key, value = (
         x.take_along_dim(order[:, None, :, None], dim=2)
         for x, order in ((query, order_q), (key, order_k), (value, order_k))
@@ -134,29 +172,30 @@ def _padded(
     if options.sliding_window is None:
         out = _rows(query, key, value, spans, options)
     else:
-        out = _windowed(query, key, value, mask, options)
+        out = _windowed(query, key, value, tokens, options)
     out = out.reshape(query.shape[0], query.shape[2], *out.shape[-2:])
     return out.take_along_dim(order_q.argsort(dim=1)[:, :, None, None], dim=1)
 
 
 def _seen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, options: Options
 ) -> torch.Tensor:
-    """One query of each row, and the keys that it sees. Returns [B, Hq, Dv]."""
-    order, spans = rows.seen(mask)
+    """One query of each row, and the keys that it sees, bool [B, M]. Returns [B, 1, Hq, Dv]."""
+    order, spans = rows.seen(keys)
     key, value = (x.take_along_dim(order[:, None, :, None], dim=2) for x in (key, value))
-    # The mask has the window in it.
-    return _rows(query, key, value, spans, dataclasses.replace(options, sliding_window=None))
+    # The mask has the window in it, and what comes after the query.
+    options = dataclasses.replace(options, sliding_window=None, causal=False)
+    return _rows(query, key, value, spans, options)[:, None]
 
 
 def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, options: Options
 ) -> torch.Tensor:
     """A window of places of which not all are tokens. Returns [B * Sq, Hq, Dv]."""
     arguments = options.flash_attn()
     queries, side = query.shape[2], arguments["window_size"][0]
     sides = (side, 0 if options.causal else side)
-    at = rows.windowed(mask, queries, sides)
+    at = rows.windowed(tokens, queries, sides)
     arguments |= {"max_seqlen_q": queries, "max_seqlen_k": key.shape[2]}
     if sides[1]:  # each query is a sequence of its own
         arguments |= {"max_seqlen_q": 1, "window_size": (-1, -1)}

@@ -1,8 +1,8 @@
 """The masks of transformers' models, as the spans of tokens that are real.
 
-transformers asks for the mask of a forward once, and hands what it gets to every layer. Causal masks and windows the
-operations know by themselves. What is left is padding: of each row of a batch, which queries and which keys are
-tokens. As long as they lie together, four numbers a row say so.
+transformers asks for the mask of a forward once, and hands what it gets to every layer. Windows the layers know by
+themselves. What is left is whether the mask is causal, and padding: of each row of a batch, which queries and which
+keys are tokens. As long as they lie together, four numbers a row say so.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_causal_mask
 
-# A mask of spans is int32 [B, 1, 1, 4]: the first query that is a token and the first after them, and the same of the
-# keys. It has four dimensions because transformers hands on such masks as they are.
-SPANS_SHAPE = (1, 1, 4)
-# A mask of which all are tokens, but that was given: int32 [1, 1, 1, 0]. Its rows are a sequence each.
-_WHOLE_ROWS_SHAPE = (1, 1, 1, 0)
+from flashxla.transformers import statements
+from flashxla.transformers.arguments import INSTEAD
+from flashxla.transformers.once import capturing
+from flashxla.transformers.statements import BIDIRECTIONAL, CAUSAL, PACKABLE, SEEN
 
 _WINDOWS = {
     "sliding_window_overlay.<locals>.inner_mask",
@@ -39,6 +38,11 @@ _COMBINED = {
 }
 
 
+# Whether a model can ask for a causal mask with a place for each query and key. In transformers 5.6 and before only a
+# static cache does, which has no other use for it.
+_MODELS_ASK = "allow_is_causal_skip" in inspect.signature(create_causal_mask).parameters
+
+
 def spans(
     batch_size: int,
     q_length: int,
@@ -49,9 +53,10 @@ def spans(
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
     device: torch.device | str | None = None,
     **_: Any,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """The mask of a forward: transformers' mask interface.
 
     Args:
@@ -61,55 +66,69 @@ def spans(
         attention_mask: bool [B, M], which of the positions up to the last query's are tokens; None is all.
         use_vmap, allow_is_causal_skip: whether mask_function has parts of the model's own, and whether it may be more
             than causal.
+        allow_is_bidirectional_skip: None if the mask is a causal one.
 
     Returns:
-        None: all queries and keys are tokens, and the positions say whether rows are packed. int32 [1, 1, 1, 0]: all
-        are tokens, and each row is one sequence. int32 [B, 1, 1, 4]: the spans of those that are tokens. Where they may
-        not lie together, bool [B, M'], which keys are, of which the last q_length are the queries; for one query bool
-        [B, 1, 1, kv_length], which keys it sees.
+        A statement (statements.py) of one of these:
+        All queries and keys are tokens. If PACKABLE the positions say where sequences begin, else each row is one.
+        Spans int32 [B, 4] of those that are tokens: the first query and the first after them, and the same of the keys.
+        Where they may not lie together, bool [B, M'], which keys are tokens, of which the last q_length are the
+        queries; for one query bool [B, kv_length], which keys it sees.
 
     Raises:
         ValueError: a mask that the operations cannot express.
     """
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    skips = allow_is_bidirectional_skip
+    if skips is None:
+        skips = allow_is_causal_skip or not _MODELS_ASK
+    if plain and q_length > 1 and not skips:
+        # It asks for a tensor of queries and keys where none is needed, to add to it or to look into it.
+        raise _cannot_express("a place for each query and key, with which it computes")
     if torch.compiler.is_compiling():
         # The compiler does not let a program look into functions that the program makes.
         if use_vmap or (attention_mask is not None and q_length > 1 and not allow_is_causal_skip):
             raise _cannot_express("more than padding")
-        causal = queries_are_keys = mask_function is not bidirectional_mask_function
+        queries_are_keys = mask_function is not bidirectional_mask_function
+        causal = queries_are_keys and allow_is_bidirectional_skip is None
     else:
         parts = _parts(mask_function)
         causal = causal_mask_function.__qualname__ in parts
         queries_are_keys = causal or not parts.isdisjoint(_WINDOWS)
+    kind = CAUSAL if causal else BIDIRECTIONAL
+
+    def spans_of(tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int32 [B, 2], which key is the first token and which the first after them."""
+        found = _spans(tokens, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
+        return statements.with_spans(found, kind, q_length, kv_length)
+
     if attention_mask is None:
         # What a static cache holds behind the last query is no token. Encoders' keys all are.
         if not causal or (isinstance(q_offset, int) and kv_offset + kv_length <= q_offset + q_length):
-            return None
+            return statements.everything(PACKABLE if causal else kind, q_length, kv_length, device)
         end = torch.as_tensor(q_offset + q_length, device=device).to(torch.int32).reshape(1, 1)
         tokens = torch.cat([torch.zeros_like(end), end], dim=1).expand(batch_size, 2)
-        return _spans(tokens - kv_offset, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
+        return spans_of(tokens - kv_offset)
     can_read = reads_values(attention_mask)
     if causal and can_read:
         attention_mask = attention_mask[:, : int(q_offset) + q_length]
-    # The last kv_length positions begin at kv_offset. A mask that generate() has asked for comes a second time.
+    # The last kv_length positions begin at kv_offset.
     attention_mask = attention_mask[:, -kv_length:]
     if not can_read:
-        return attention_mask
+        return statements.with_keys(attention_mask, kind, q_length)
     count = attention_mask.sum(1)
     first = attention_mask.int().argmax(1)
     end = torch.where(count > 0, attention_mask.shape[1] - attention_mask.flip(1).int().argmax(1), first)
     every, together = torch.stack([attention_mask.all(), (end - first == count).all()]).tolist()
     # Not for a static cache, not even when it is full: all of its steps are one program.
     if every and attention_mask.shape[1] >= kv_length and isinstance(q_offset, int):
-        is_whole = causal and q_length == kv_length > 1
-        return torch.empty(_WHOLE_ROWS_SHAPE, dtype=torch.int32, device=device) if is_whole else None
-    if not together:
-        return (
-            attention_mask
-            if q_length > 1
-            else _seen(attention_mask, q_offset, kv_length, kv_offset, mask_function)
-        )
-    tokens = torch.stack([first, end], dim=1).to(torch.int32)
-    return _spans(tokens, q_length, q_offset - kv_offset, kv_length, queries_are_keys)
+        return statements.everything(kind, q_length, kv_length, device)
+    if together:
+        return spans_of(torch.stack([first, end], dim=1).to(torch.int32))
+    if q_length > 1:
+        return statements.with_keys(attention_mask, kind, q_length)
+    seen = _seen(attention_mask, q_offset, kv_length, kv_offset, mask_function)
+    return statements.with_keys(seen, SEEN, q_length)
 
 
 def _seen(
@@ -119,7 +138,7 @@ def _seen(
     kv_offset: int,
     mask_function: Callable[..., Any],
 ) -> torch.Tensor:
-    """The keys that one query sees, bool [B, 1, 1, kv_length]. tokens: bool [B, M'] of the first of them.
+    """The keys that one query sees, bool [B, kv_length]. tokens: bool [B, M'] of the first of them.
 
     Its shape is that of the keys: generate() has the mask of each step made outside of the program that it compiles
     for a static cache, and another shape would be another program.
@@ -128,30 +147,14 @@ def _seen(
     keys = torch.arange(kv_offset, kv_offset + kv_length, device=device)
     place = torch.as_tensor(q_offset, device=device).reshape(1, 1)
     seen = torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
-    return (seen & mask_function(rows, 0, place, keys))[:, None, None]
-
-
-def is_whole_rows(mask: torch.Tensor) -> bool:
-    """Whether a mask says that each row is one sequence, all of tokens."""
-    return mask.shape == _WHOLE_ROWS_SHAPE
-
-
-def is_seen(mask: torch.Tensor, queries: int, keys: int) -> bool:
-    """Whether a mask says which keys one query sees."""
-    return mask.dtype == torch.bool and queries == 1 and mask.shape[1:] == (1, 1, keys)
+    return seen & mask_function(rows, 0, place, keys)
 
 
 def reads_values(tensor: torch.Tensor) -> bool:
     """Whether a program may look at a tensor's values: not where it is compiled, which XLA's tensors always are."""
     if torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor):
         return False
-    is_recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    return tensor.device.type in ("cpu", "cuda") and not is_recorded
-
-
-def is_spans(mask: torch.Tensor) -> bool:
-    """Whether a mask is one of spans."""
-    return mask.dtype == torch.int32 and mask.shape[1:] == SPANS_SHAPE
+    return tensor.device.type in ("cpu", "cuda") and not capturing(tensor)
 
 
 def _spans(
@@ -161,13 +164,16 @@ def _spans(
     kv_length: int,
     queries_are_keys: bool,
 ) -> torch.Tensor:
-    """tokens: int32 [B, 2], which key is the first token and which the first after them. first_query: which key."""
+    """Spans int32 [B, 4] of tokens [B, 2], which key is the first and which the first after them.
+
+    first_query: which key it is.
+    """
     keys = tokens.clamp(0, kv_length)
     queries = torch.zeros_like(tokens)
     queries[:, 1] = q_length
     if queries_are_keys:
         queries = (tokens - first_query).clamp(0, q_length).to(torch.int32)
-    return torch.cat([queries, keys], dim=1)[:, None, None]
+    return torch.cat([queries, keys], dim=1)
 
 
 def _parts(function: Callable[..., Any]) -> set[str]:
@@ -184,5 +190,5 @@ def _parts(function: Callable[..., Any]) -> set[str]:
 def _cannot_express(what: str) -> ValueError:
     return ValueError(
         f'attn_implementation="flashxla": the model asks for a mask with {what}; accepted: causal masks, sliding '
-        'windows, padding and packed sequences. Load the model with attn_implementation="sdpa"'
+        f"windows, padding and packed sequences. {INSTEAD}"
     )

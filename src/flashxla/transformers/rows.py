@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def paged(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Paged:
-    """spans: see masks.spans."""
+    """spans: int32 [B, 4], see masks.spans."""
     rows = torch.arange(batch.rows, dtype=torch.int32, device=device)
     if spans is None:
         return Paged(
@@ -50,7 +50,7 @@ def paged(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Pag
 
 
 def dense(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Dense:
-    """spans: see masks.spans."""
+    """spans: int32 [B, 4], see masks.spans."""
     if spans is None:
         offsets_q, offsets_k = (
             _offsets(batch.rows, length, device) for length in (batch.queries, batch.keys)
@@ -60,18 +60,19 @@ def dense(batch: Batch, spans: torch.Tensor | None, device: torch.device) -> Den
 
 
 def _paged(batch: Batch, spans: torch.Tensor, rows: torch.Tensor) -> Paged:
-    first_query, end_query, first_key, end_key = spans[:, 0, 0].unbind(1)
+    first_query, end_query, first_key, end_key = spans.unbind(1)
     if batch.queries == 1:
         # One that is no token sees nothing.
         used = torch.where(first_query == end_query, 0, end_key)
         offsets = _offsets(batch.rows, 1, spans.device)
-        return Paged(offsets, used.to(torch.int32), first_key.contiguous(), rows[:, None])
+        # A copy: a view of the spans would keep alive what `once` finds it by.
+        return Paged(offsets, used.to(torch.int32), first_key.clone(), rows[:, None])
     tables = _between(rows)
     return Paged(_bounds(spans, 0, batch.queries), _between(end_key), _between(first_key), tables[:, None])
 
 
 def _dense(batch: Batch, spans: torch.Tensor) -> Dense:
-    _, _, first_key, end_key = spans[:, 0, 0].unbind(1)
+    _, _, first_key, end_key = spans.unbind(1)
     return Dense(
         _bounds(spans, 0, batch.queries),
         _bounds(spans, 2, batch.keys),
@@ -82,7 +83,7 @@ def _dense(batch: Batch, spans: torch.Tensor) -> Dense:
 def _bounds(spans: torch.Tensor, column: int, length: int) -> torch.Tensor:
     """Offsets int32 [2 * B + 2] of 2 * B + 1 sequences: every other one is a row's tokens, between them is padding."""
     starts = length * torch.arange(spans.shape[0], dtype=torch.int32, device=spans.device)
-    bounds = (spans[:, 0, 0, column : column + 2] + starts[:, None]).flatten()
+    bounds = (spans[:, column : column + 2] + starts[:, None]).flatten()
     ends = bounds.new_tensor([0, length * spans.shape[0]])
     return torch.cat([ends[:1], bounds, ends[1:]])
 
@@ -100,10 +101,7 @@ def packed(position_ids: torch.Tensor, rows: int, length: int) -> tuple[torch.Te
     """
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != length:
         return None
-    if torch.compiler.is_compiling() or position_ids.is_inference():
-        return _packed(position_ids, rows)
-    # A caller may write the next batch's positions into the same tensor.
-    return once(position_ids, ("packed", rows, position_ids._version), lambda: _packed(position_ids, rows))
+    return once(position_ids, ("packed", rows), lambda: _packed(position_ids, rows), of_caller=True)
 
 
 def _packed(position_ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, int] | None:
@@ -128,7 +126,7 @@ def together(tokens: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Te
     """For tokens that do not lie together: orders of the queries and of the keys in which they do, and their spans.
 
     tokens: bool [B, M], which keys are; the last `queries` are the queries. Returns int64 [B, queries], int64 [B, M]
-    and int32 [B, 1, 1, 4].
+    and int32 [B, 4].
     """
     return once(tokens, ("together", queries), lambda: _together(tokens, queries))
 
@@ -139,22 +137,22 @@ def _together(tokens: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.T
         orders.append(part.logical_not().int().argsort(dim=1, stable=True))
         ends.append(part.sum(1, dtype=torch.int32))
     zero = torch.zeros_like(ends[0])
-    return orders[0], orders[1], torch.stack([zero, ends[0], zero, ends[1]], dim=1)[:, None, None]
+    return orders[0], orders[1], torch.stack([zero, ends[0], zero, ends[1]], dim=1)
 
 
-def seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def seen(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For one query of each row: an order of the keys in which those that it sees come first, and their spans.
 
-    mask: bool [B, 1, 1, M], which keys are seen. Returns int64 [B, M] and int32 [B, 1, 1, 4].
+    keys: bool [B, M], which are seen. Returns int64 [B, M] and int32 [B, 4].
     """
-    return once(mask, "seen", lambda: _seen(mask[:, 0, 0]))
+    return once(keys, "seen", lambda: _seen(keys))
 
 
-def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    order = mask.logical_not().int().argsort(dim=1, stable=True)
-    end = mask.sum(1, dtype=torch.int32)
+def _seen(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = keys.logical_not().int().argsort(dim=1, stable=True)
+    end = keys.sum(1, dtype=torch.int32)
     zero, one = torch.zeros_like(end), torch.ones_like(end)
-    return order, torch.stack([zero, one, zero, end], dim=1)[:, None, None]
+    return order, torch.stack([zero, one, zero, end], dim=1)
 
 
 def windowed(tokens: torch.Tensor, queries: int, sides: tuple[int, int]) -> Dense:
