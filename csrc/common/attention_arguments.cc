@@ -73,7 +73,28 @@ flashxla_status CheckNewKeys(const flashxla_attention_args& args, const CacheVie
   return FLASHXLA_OK;
 }
 
+// Heads [first, first + count) of each token.
+flashxla_tensor HeadsOf(const flashxla_tensor& t, int64_t first, int64_t count) {
+  flashxla_tensor heads = t;
+  heads.data = static_cast<char*>(t.data) + first * t.stride[1] * ElementSize(t.dtype);
+  heads.shape[1] = count;
+  return heads;
+}
+
 }  // namespace
+
+flashxla_attention_args Unpacked(const flashxla_attention_args& args) {
+  flashxla_attention_args unpacked = args;
+  if (args.qkv.data == nullptr || args.qkv.rank != 3) return unpacked;
+  CacheView k, v;
+  ViewKeys(args, &k, &v);
+  const int64_t heads = args.qkv.shape[1] - 2 * k.num_heads;
+  if (heads < 0) return unpacked;
+  unpacked.q = HeadsOf(args.qkv, 0, heads);
+  unpacked.key = HeadsOf(args.qkv, heads, k.num_heads);
+  unpacked.value = HeadsOf(args.qkv, heads + k.num_heads, k.num_heads);
+  return unpacked;
+}
 
 void ViewKeys(const flashxla_attention_args& args, CacheView* k, CacheView* v) {
   if (args.block_table.data != nullptr) {
@@ -85,6 +106,7 @@ void ViewKeys(const flashxla_attention_args& args, CacheView* k, CacheView* v) {
 
 flashxla_status CheckAttentionArguments(const flashxla_attention_args& args) {
   const bool paged = args.block_table.data != nullptr;
+  if (args.q.data == nullptr) return Refuse("there is no q, or qkv does not go with k");
   if (paged && args.seqused_k.data == nullptr) return Refuse("paged keys need seqused_k");
   if (!paged && args.cu_seqlens_k.data == nullptr) return Refuse("dense keys need cu_seqlens_k");
   CacheView k, v;

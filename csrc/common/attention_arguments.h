@@ -12,6 +12,9 @@ namespace flashxla {
 
 constexpr int64_t kMaxHeadSize = 576, kMaxValueHeadSize = 512;
 
+// The arguments with q, key and value, which are parts of qkv where that is given.
+flashxla_attention_args Unpacked(const flashxla_attention_args& args);
+
 // Refuses what the kernels do not support: dtypes, head sizes, shapes that do not go together, more
 // tokens than 32 bits can count. A call that passes is memory safe.
 flashxla_status CheckAttentionArguments(const flashxla_attention_args& args);

@@ -122,5 +122,6 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
 
 flashxla_status flashxla_cpu_attention(const flashxla_attention_args* args,
                                        const flashxla_context* context) {
-  return flashxla::GuardedOnCpu("attention", [&] { return flashxla::Attend(*args, context); });
+  return flashxla::GuardedOnCpu(
+      "attention", [&] { return flashxla::Attend(flashxla::Unpacked(*args), context); });
 }

@@ -185,5 +185,5 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
 flashxla_status flashxla_cuda_attention(const flashxla_attention_args* args,
                                         const flashxla_context* context) {
   using namespace flashxla;
-  return Guarded("attention", [&] { return attention::Attend(*args, *context); });
+  return Guarded("attention", [&] { return attention::Attend(Unpacked(*args), *context); });
 }

@@ -42,7 +42,8 @@ const char* WhyOnlyGeneral(const Problem& problem);
 // queries of at most 16 bits.
 const char* WhyNoTensorCores(const Problem& problem);
 
-// Whether the steps of the few-queries role, the kv tiles of all q tiles, fit into 32 bits.
+// Whether the steps of the few-queries role, the kv tiles of all q tiles, can be counted and shared
+// out in 32 bits.
 // any_length: for sequences of any length too, as cu_seqlens_q may hold them whatever the caller
 // promised; otherwise for those of at most MaxFewRows rows.
 bool AreFewStepsCountable(const Facts& facts, bool any_length);

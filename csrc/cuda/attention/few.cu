@@ -17,7 +17,10 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length) {
     const int64_t tiles_of_one = (MaxFewRows(p.group_size) + kSplitQTileRows - 1) / kSplitQTileRows;
     q_tiles = std::min(q_tiles, sequences * static_cast<double>(tiles_of_one));
   }
-  return q_tiles * static_cast<double>(facts.capacity / kFewKvTileKeys + 2) < double{INT32_MAX};
+  const double steps = q_tiles * static_cast<double>(facts.capacity / kFewKvTileKeys + 2);
+  // Thread blocks count beyond the last step, as StepsOfBlock (plan.cu) may give each a sixteenth
+  // more than its share.
+  return (steps + kMaxFewBlocks) * 17 / 16 < double{INT32_MAX};
 }
 
 int NumFewBlocks(const Problem& p) {

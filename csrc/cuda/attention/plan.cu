@@ -227,6 +227,7 @@ __device__ void CheckTables(const PlanProblem& p, Shared& shared, const LongList
 #pragma unroll 1
   for (int base = 0; base < list.size; base += kAtOnce) {
     bool more = true;
+    unsigned unsound = 0;  // the sequences of which this thread has seen such a page
 #pragma unroll 1
     for (int page = threadIdx.x; more; page += kThreads) {
       more = false;
@@ -240,19 +241,19 @@ __device__ void CheckTables(const PlanProblem& p, Shared& shared, const LongList
         if (page < pages) block[n] = Entry(table, s.index, page);
         more |= page - static_cast<int>(threadIdx.x) + kThreads < pages;
       }
-      unsigned unsound = 0;
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) unsound |= !IsSound(table, block[n]) << n;
-      if (unsound) atomicOr(&shared.unsound, unsound);
     }
+    // Most rounds touch no shared memory, so that no warp can meet there what one of the next round
+    // has found.
+    if (!__syncthreads_or(unsound)) continue;
+    if (unsound) atomicOr(&shared.unsound, unsound);
     __syncthreads();
-    if (shared.unsound == 0) continue;
     if (threadIdx.x < kAtOnce && (shared.unsound >> threadIdx.x) & 1) {
       list.SetRole(base + threadIdx.x, kRest);
     }
     __syncthreads();
-    if (threadIdx.x == 0) shared.unsound = 0;
-    __syncthreads();
+    if (threadIdx.x == 0) shared.unsound = 0;  // before the next round's barrier
   }
 }
 

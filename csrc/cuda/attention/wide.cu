@@ -54,9 +54,12 @@ struct ScoreRule {
     scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
     negative = scale < 0.f;
     scale = fabsf(scale);
-    if (p.softcap > 0.f) softcap = 2.f * kLog2e * scale / p.softcap, scale = p.softcap;
-    // Not 0, since 0 times the -inf of a masked score is NaN.
-    scale = fmaxf(scale * kLog2e, 1e-30f);
+    // Neither is 0: 0 times the -inf of a masked score is NaN, and a softcap of 0 is none.
+    constexpr float kLeast = 1e-30f;
+    if (p.softcap > 0.f) {
+      softcap = fmaxf(2.f * kLog2e * scale / p.softcap, kLeast), scale = p.softcap;
+    }
+    scale = fmaxf(scale * kLog2e, kLeast);
     slope = p.alibi_slopes.at(tile.index, tile.head, 0.f) * kLog2e;
   }
   // What the scores that OnlineSoftmax leaves are still to be multiplied by.

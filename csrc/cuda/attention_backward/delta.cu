@@ -118,12 +118,12 @@ __device__ float Sink(const Problem& p, int head) {
 __global__ void __launch_bounds__(kThreads) SinksKernel(const __grid_constant__ Problem p) {
   __shared__ float sums[kWarps];
   const int head = blockIdx.x;
-  const int rows = p.plan.row_tile_starts[p.plan.num_sequences] * kRowTile;
+  const int64_t rows = int64_t{p.plan.row_tile_starts[p.plan.num_sequences]} * kRowTile;
   const float sink2 = Sink(p, head) * kLog2e;
   const float* lse2 = p.lse2 + head * p.plan.num_rows();
   const float* delta = p.delta + head * p.plan.num_rows();
   float sum = 0.f;
-  for (int i = threadIdx.x; i < rows; i += kThreads) {
+  for (int64_t i = threadIdx.x; i < rows; i += kThreads) {
     if (lse2[i] != INFINITY) sum = fmaf(exp2f(sink2 - lse2[i]), delta[i], sum);
   }
   sum = WarpSum(sum);

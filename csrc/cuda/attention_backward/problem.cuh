@@ -71,7 +71,8 @@ struct Problem {
 
   // Where lse2 and delta have row `query` of a sequence.
   __device__ int64_t RowPlace(int sequence, int query, int head) const {
-    return int64_t{head} * plan.num_rows() + plan.row_tile_starts[sequence] * kRowTile + query;
+    return int64_t{head} * plan.num_rows() + int64_t{plan.row_tile_starts[sequence]} * kRowTile +
+           query;
   }
 };
 

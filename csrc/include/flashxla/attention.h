@@ -26,6 +26,9 @@
 // slot_mapping[t]; without slot_mapping, the rows of a sequence's queries are its last len_q keys,
 // and go where block_table has those. A token without a place is not written.
 //
+// With `qkv` in place of q, key and value, each token's heads are its queries, keys and values, one
+// after the other.
+//
 // Index tensors may hold anything; nothing outside the given buffers is touched:
 //   num_seqs         clamped to [0, S]
 //   cu_seqlens_q     a sequence whose [start, end) is not within [0, T], or starts before the end
@@ -41,6 +44,7 @@
   F(INPUT, v, STATIC)            /* [Tk, Hk, Dv]; absent for one-tensor layouts */                 \
   F(INPUT, key, STATIC)          /* optional [T, Hk, Dk]: written into k, which is updated */      \
   F(INPUT, value, STATIC)        /* with key: [T, Hk, Dv], key's dtype; v is updated */            \
+  F(INPUT, qkv, STATIC)          /* in place of q, key, value: [T, Hq + 2 Hk, D]; D = Dk = Dv */   \
   F(INPUT, slot_mapping, STATIC) /* with key, optional: int32 or int64 [N], N <= T */              \
   F(INPUT, cu_seqlens_q, READ)   /* int32 [S + 1] */                                               \
   F(INPUT, cu_seqlens_k, READ)   /* dense: int32 [S + 1] */                                        \
