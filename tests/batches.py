@@ -298,3 +298,12 @@ def ragged_paged_attention_arguments(
         real = sum(len_q for len_q, _ in case.lens)
         arguments["slot_mapping"] = mapping[:real] if slots == "short" else mapping
     return arguments
+
+
+def qkvpacked(arguments: Arguments) -> Arguments | None:
+    """Arguments of ragged_paged_attention as those of its packed form; None if they cannot be packed."""
+    rest = dict(arguments)
+    tensors = [rest.pop(name) for name in ("query", "key", "value")]
+    if len({(x.dtype, x.shape[2]) for x in tensors}) > 1:
+        return None
+    return {"qkv": np.concatenate(tensors, axis=1)} | rest

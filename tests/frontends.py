@@ -94,7 +94,14 @@ class Frontend:
 
     def ragged_paged_attention(self, **arguments: Any) -> tuple[Array, Array | None, Any]:
         """Returns out, the LSE or None, and the new kv_cache: an array, or a pair where it is given as one."""
-        *results, kv_cache = self.run("ragged_paged_attention", arguments, ("kv_cache",))
+        return self._write_and_attend("ragged_paged_attention", arguments)
+
+    def ragged_paged_attention_qkvpacked(self, **arguments: Any) -> tuple[Array, Array | None, Any]:
+        """Returns what ragged_paged_attention does."""
+        return self._write_and_attend("ragged_paged_attention_qkvpacked", arguments)
+
+    def _write_and_attend(self, op: str, arguments: dict[str, Any]) -> tuple[Array, Array | None, Any]:
+        *results, kv_cache = self.run(op, arguments, ("kv_cache",))
         assert isinstance(kv_cache, tuple) == isinstance(arguments["kv_cache"], tuple)
         assert len(results) == (2 if arguments.get("return_softmax_lse") else 1)
         return results[0], results[1] if len(results) == 2 else None, kv_cache

@@ -8,6 +8,7 @@ and nothing is copied.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ except ImportError as error:
 
 from flashxla import setup_custom_call
 from flashxla.jax_context_parallel import merge_attn_states_over, ring_attention, ring_order
-from flashxla.jax_functions import call, call_even
+from flashxla.jax_functions import as_array, call, call_even
 from flashxla.jax_partition import ShardingWarning
 from flashxla.ops import OPS, merge_forms
 from flashxla.ops.aliases import with_aliases
@@ -45,12 +46,24 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    pairs = [tensor.name for tensor in op.tensors if tensor.updated and tensor.pair]
+    at = list(inspect.signature(public).parameters).index(pairs[0]) if pairs else 0
+
     @functools.wraps(public)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return call(op, public(*args, **kwargs))
+        own = public(*args, **kwargs)
+        if not pairs:
+            return call(op, own)
+        given = args[at] if len(args) > at else kwargs[pairs[0]]
+        return call(op, own, given)
 
     function.__module__ = __name__
     return function
+
+
+def _tensors(function: str, given: dict[str, Any]) -> list[Any]:
+    # An array of NumPy's cannot be indexed by one that is traced.
+    return [None if x is None else as_array(function, name, x, "an array", True) for name, x in given.items()]
 
 
 def _write(key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str) -> tuple[Any, Any]:
@@ -82,11 +95,13 @@ _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
 _OWN = frozenset(_FUNCTIONS)
 _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 _KV_CACHE = Frontend(
+    _tensors,
     _tensor_of,
     lambda parts: jnp.concatenate(tuple(parts), -1),
     jnp.asarray,
     jnp.float32,
     _FUNCTIONS["flash_attn_varlen_func"],
+    lambda **arguments: None,  # the caches that are given stay as they are
     _write,
     _returned_with,
 )

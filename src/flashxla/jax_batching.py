@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flashxla import native
 from flashxla.jax_avals import aval_of
 from flashxla.jax_partition import Batch, Function, partitioned
 from flashxla.ops.op import Call
@@ -70,7 +70,7 @@ def _local(call: Call, batch: Batch | None, compute: Compute) -> Function:
         return compute(call)
     merge = _MERGES.get(call.op.native)
     # In check mode errors name positions in an index tensor: in that of one call.
-    checked = os.environ.get("FLASHXLA_CHECK") == "1" and not batch.even
+    checked = native.is_checking() and not batch.even
     if merge is None or batch.size == 0 or checked:
         return lambda *operands: _one_after_the_other(call, batch, compute, operands)
 
@@ -237,12 +237,12 @@ def _of_attention(merged: _Merged) -> dict[str, Any] | None:
             for field in ("k", "v"):
                 merged.put_rows_together(field)
 
-    for field in ("q", "key", "value", "out", "lse", "grad_out", "grad_lse"):
+    for field in ("q", "key", "value", "qkv", "out", "lse", "grad_out", "grad_lse"):
         if field in merged:
             merged.put_rows_together(field)
     for field, heads in _OF_SEQUENCES.items():
         if batched.get(field) or (field in merged and any(d.symbol == "S" for d in merged.dims[field])):
-            if "key" in merged and heads == "Hk":  # a call that writes takes no scales of sequences
+            if call.updates and heads == "Hk":  # a call that writes takes no scales of sequences
                 return None
             arrays[field] = _per_sequence(merged, field, sizes[heads])
     return {"max_seqlen_q": dict(call.attributes)["max_seqlen_q"]}

@@ -22,7 +22,7 @@ from flashxla.jax_avals import aval_of, shape_dtype, vary, varying_axes
 from flashxla.native import Spec
 from flashxla.ops.op import Aval, Call
 from flashxla.ops.shapes import Dims
-from flashxla.platforms import CPU, PLATFORMS, Platform
+from flashxla.platforms import PLATFORMS, Platform
 
 Observed = list[tuple[Call, tuple[Aval, ...]]]
 _observers: contextvars.ContextVar[tuple[Observed, ...]] = contextvars.ContextVar("observers", default=())
@@ -105,8 +105,7 @@ def _computed(installed: tuple[str, ...], call: Call) -> Callable[..., list[jax.
 def _by_platform(call: Call, installed: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
     """The platform is chosen when a program is lowered, not when it runs."""
     branches = {p.jax_lowering: _branch(call, p, p.name in installed) for p in PLATFORMS.values()}
-    default = branches.pop(CPU.jax_lowering)
-    return jax.lax.platform_dependent(*operands, default=default, **branches)
+    return jax.lax.platform_dependent(*operands, default=None, **branches)
 
 
 def _branch(call: Call, platform: Platform, installed: bool) -> Callable[..., list[jax.Array]]:

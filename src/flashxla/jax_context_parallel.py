@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flashxla import native
 from flashxla.jax_avals import vary, varying_axes
 from flashxla.jax_functions import call, resolve
 from flashxla.ops.arguments import window_sides
-from flashxla.ops.flash_attn_forms import SAME_LENGTHS, shape_of
+from flashxla.ops.flash_attn_forms import SAME_LENGTHS, check_dtype, shape_of
 from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
 from flashxla.ops.flash_attn_varlen_backward import FLASH_ATTN_VARLEN_BACKWARD
 from flashxla.ops.messages import in_words_of, type_error, value_error
@@ -100,9 +101,13 @@ def ring_attention(
         q, k and v, through both.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes, no such axis.
+        TypeError, ValueError: wrong dtypes or shapes, no such axis; FLASHXLA_CHECK=1.
     """
     function = "ring_attention"
+    if native.is_checking():
+        # Lengths that reach beyond a chunk's keys are how its calls place their queries.
+        accepted = "0: the check refuses the lengths that its parts have on purpose"
+        raise value_error(function, "FLASHXLA_CHECK", 1, accepted)
     q, k, v, cu_seqlens = (jnp.asarray(x) for x in (q, k, v, cu_seqlens))
     left, right = window_sides(function, window_size)
     whole = flash_attn_varlen_func(
@@ -122,7 +127,7 @@ def ring_attention(
     try:  # what the calls of a step take
         resolve(FLASH_ATTN_VARLEN, whole)
     except (TypeError, ValueError) as error:
-        raise in_words_of(error, function, SAME_LENGTHS | {"window_left": "window_size"}) from error
+        raise in_words_of(error, function, SAME_LENGTHS) from error
     if str(q.dtype) not in FLOATS:
         raise type_error(function, "q", f"dtype {q.dtype}", ", ".join(FLOATS))
     if q.shape[0] % 2 or k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
@@ -157,9 +162,8 @@ def merge_attn_states_over(out: Any, lse: Any, axis_name: str) -> tuple[jax.Arra
     function = "merge_attn_states_over"
     tokens, heads, _ = shape_of(function, "out", out, "T Hq D")
     shape_of(function, "lse", lse, "Hq T", Hq=heads, T=tokens)
-    for name, array, accepted in (("out", out, FLOATS), ("lse", lse, ("float32",))):
-        if str(array.dtype) not in accepted:
-            raise type_error(function, name, f"dtype {array.dtype}", ", ".join(accepted))
+    check_dtype(function, "out", out, FLOATS)
+    check_dtype(function, "lse", lse, ("float32",))
     _checked_axes(function, axis_name, of_vmap=True)
     lse = jnp.where(jnp.isposinf(lse), -jnp.inf, lse)
     # The largest is a common factor, which has no gradient of its own.

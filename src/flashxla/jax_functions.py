@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flashxla import jax_calls
 from flashxla.jax_avals import aval_of
 from flashxla.jax_partition import explicit_mesh
 from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN, flash_attn_varlen_func
-from flashxla.ops.messages import type_error
+from flashxla.ops.messages import type_error, value_error
 from flashxla.ops.op import Call, Op
 from flashxla.ops.parameters import Tensor
 from flashxla.xla import registration
 
 
-def call(op: Op, args: Sequence[Any]) -> Any:
-    """Call an operation with its own arguments, in order."""
+def call(op: Op, args: Sequence[Any], pair: Any = None) -> Any:
+    """Call an operation with its own arguments, in order. pair: what a pair that it updates was given as."""
     registration.register_jax()
     resolved, operands = resolve(op, args)
-    return _returned(resolved, jax_calls.custom_call(resolved, operands))
+    return _returned(resolved, jax_calls.custom_call(resolved, operands), pair)
 
 
 def call_even(sequences: int, **arguments: Any) -> Any:
@@ -45,13 +47,14 @@ def resolve(op: Op, args: Sequence[Any]) -> tuple[Call, list[jax.Array]]:
     return resolved, [x for x in (tensors[name] for name, _ in resolved.operands) if x is not None]
 
 
-def _returned(call: Call, arrays: Sequence[jax.Array]) -> Any:
-    """The results and the updated arguments; those that were given as a pair are one."""
+def _returned(call: Call, arrays: Sequence[jax.Array], pair: Any = None) -> Any:
+    """The results and the updated arguments; those that were given as a pair are one, of the same kind."""
     results: list[Any] = list(arrays[: len(call.results)])
     updated = {call.operands[i][0]: x for i, x in zip(call.updates, arrays[len(results) :], strict=True)}
     for tensor in call.op.tensors:
         if tensor.name in updated and tensor.pair and tensor.pair[1] in updated:
-            results.append((updated.pop(tensor.name), updated.pop(tensor.pair[1])))
+            both = updated.pop(tensor.name), updated.pop(tensor.pair[1])
+            results.append(both if pair is None else jax.tree.unflatten(jax.tree.structure(pair), both))
     results += updated.values()
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -62,9 +65,38 @@ def _array(op: Op, tensor: Tensor, values: dict[str, Any]) -> jax.Array | None:
         return None
     if tensor.number and isinstance(x, numbers.Real):
         return jnp.full((1,), float(x), jnp.float32)
+    label = op.label(tensor.name, lambda name: values[name] is not None)
+    accepted = f"an array of {', '.join(tensor.dtypes)}"
+    array = as_array(op.function, label, x, accepted, "int32" in tensor.dtypes)
+    if not all(isinstance(size, int) for size in array.shape):
+        got = f"shape [{', '.join(map(str, array.shape))}]"
+        raise value_error(op.function, label, got, "sizes that are known when the program is made")
+    if array.weak_type and str(array.dtype) not in tensor.dtypes:
+        return array.astype(jnp.float32 if array.dtype.kind == "f" else jnp.int32)
+    return array
+
+
+def as_array(function: str, label: str, x: Any, accepted: str, indices: bool) -> jax.Array:
+    """An argument as JAX's array. indices: its integers do not wrap around. Raises TypeError."""
     try:
-        return jnp.asarray(x)
-    except TypeError as error:
-        label = op.label(tensor.name, lambda name: values[name] is not None)
-        got = f"{x!r} ({type(x).__name__})"
-        raise type_error(op.function, label, got, f"an array of {', '.join(tensor.dtypes)}") from error
+        return jnp.asarray(_in_32_bits(x) if indices else x)
+    except (TypeError, ValueError, OverflowError) as error:
+        got = f"{reprlib.repr(x)} ({type(x).__name__})"
+        raise type_error(function, label, got, accepted) from error
+
+
+def _in_32_bits(x: Any) -> Any:
+    """Python's and NumPy's integers as the nearest that 32 bits hold, where JAX would take them modulo 2^32.
+
+    The bounds are indices of nothing, so that what is out of range stays out of range.
+    """
+    is_numpy = isinstance(x, (np.ndarray, np.generic))
+    if is_numpy and jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return x  # JAX keeps the 64 bits
+    if not is_numpy and not all(isinstance(one, numbers.Integral) for one in jax.tree.leaves(x)):
+        return x
+    array = np.asarray(x)
+    if array.dtype.kind not in "iu" or np.can_cast(array.dtype, np.int32):
+        return x
+    bounds = np.iinfo(np.int32)
+    return array.clip(bounds.min, bounds.max).astype(np.int32)

@@ -95,8 +95,6 @@ def partitioned(call: Call, batch: Batch | None, local: Callable[[Call, Batch | 
     """A call, which XLA divides among devices. local: how a call is made on one."""
     layout = _Layout(call, batch)
     function = local(call, batch)
-    if not layout.parallels:
-        return function
 
     def computation(identity: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         return function(*operands)

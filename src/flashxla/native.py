@@ -100,7 +100,7 @@ class Library:
 
     @functools.cached_property
     def check_indices(self) -> bool:
-        """Whether FLASHXLA_CHECK=1: bad index tensors raise instead of being skipped."""
+        """Whether FLASHXLA_CHECK=1: bad index tensors raise instead of being skipped. As `is_checking`, read once."""
         return bool(self._cdll.flashxla_check_indices())
 
     def operation(self, name: str) -> Operation:
@@ -267,6 +267,11 @@ def _find(name: str) -> tuple[Path, str] | None:
         if (path := folder / f"libflashxla_{name}.so").exists():
             return path, package
     return None
+
+
+def is_checking() -> bool:
+    """Whether FLASHXLA_CHECK=1, for programs that are made now."""
+    return os.environ.get("FLASHXLA_CHECK") == "1"
 
 
 @functools.cache

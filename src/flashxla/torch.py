@@ -25,7 +25,10 @@ from flashxla.ops import OPS, merge_forms
 from flashxla.ops.aliases import with_aliases
 from flashxla.ops.callers import in_its_name
 from flashxla.ops.flash_attn_forms import FORMS, Form, Offsets
+from flashxla.ops.flash_attn_varlen import FLASH_ATTN_VARLEN
+from flashxla.ops.flash_attn_varlen import flash_attn_varlen_func as attention_arguments
 from flashxla.ops.kv_cache_forms import KV_CACHE_FORMS, Frontend, in_front_end
+from flashxla.ops.messages import type_error
 from flashxla.ops.op import Op
 from flashxla.torch_calls import LONG_WAY
 from flashxla.torch_short_way import ShortWay
@@ -103,11 +106,14 @@ def shard_map(
     return spmd.shard_map(function, mesh, in_specs, out_specs, updated)
 
 
+_SHORT_WAYS = {op.name: ShortWay(op) for op in OPS if op.public}
+
+
 def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     # PyTorch's own messages about wrong types would name no function of ours, so arguments are looked at first.
     overload = getattr(torch.ops.flashxla, op.name).default
     wanted = [op.names.index(r.when) if r.when else None for r in op.results]
-    short_way, lazy_short_way = ShortWay(op), lazy.short_way(op)
+    short_way, lazy_short_way = _SHORT_WAYS[op.name], lazy.short_way(op)
 
     def long_way(values: torch_calls.Values) -> Any:
         results = overload(*values)
@@ -138,6 +144,24 @@ def _function(op: Op, public: Callable[..., tuple[Any, ...]]) -> Callable[..., A
     return function
 
 
+def _tensors(function: str, given: dict[str, Any]) -> list[Any]:
+    tensors = {name: x for name, x in given.items() if x is not None}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise type_error(function, name, f"{type(x).__module__}.{type(x).__name__}", "a torch.Tensor")
+    torch_calls.check_devices(function, next(iter(tensors)), tensors)
+    return list(given.values())
+
+
+def _check_attention(**arguments: Any) -> None:
+    # torch.compile checks a whole program before any of it runs.
+    if torch.compiler.is_compiling():
+        return
+    values = attention_arguments(**arguments)
+    if not _SHORT_WAYS[FLASH_ATTN_VARLEN.name].knows(values):
+        torch_calls.check(FLASH_ATTN_VARLEN, values)
+
+
 def _write(key: Any, value: Any, caches: tuple[Any, Any], slots: Any, layout: str) -> tuple[Any, Any]:
     _FUNCTIONS["reshape_and_cache_flash"](key, value, *caches, slots, layout=layout)
     return caches
@@ -148,7 +172,8 @@ def _returned(results: tuple[Any, ...], caches: tuple[Any, Any]) -> Any:
 
 
 def _tensor_of(offsets: Offsets, like: torch.Tensor) -> torch.Tensor:
-    return offsets.length * torch.arange(offsets.sequences + 1, dtype=torch.int32, device=like.device)
+    numbers = torch.arange(offsets.sequences + 1, dtype=torch.int32, device=like.device)
+    return numbers if offsets.length == 1 else offsets.length * numbers
 
 
 def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -168,11 +193,13 @@ _FUNCTIONS = {op.function: _function(op, op.public) for op in OPS if op.public}
 _OWN = frozenset(_FUNCTIONS)
 _FUNCTIONS |= {form.__name__: _form(form) for form in FORMS}
 _KV_CACHE = Frontend(
+    _tensors,
     _tensor_of,
     lambda parts: torch.cat(tuple(parts), -1),
     _as_dtype,
     torch.float32,
     _FUNCTIONS["flash_attn_varlen_func"],
+    _check_attention,
     _write,
     _returned,
 )

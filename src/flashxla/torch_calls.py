@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,18 +120,33 @@ def _looked_at(op: Op, args: Values) -> Values:
 def resolve(op: Op, signature: Signature) -> Call:
     """Hold a call against the declaration. Raises TypeError and ValueError."""
     given = {name: meta for name, meta in tensor_metas(op, signature).items() if meta}
-    first = op.tensors[0].name
-    for name, meta in given.items():
-        if first in given and meta.device != given[first].device:
-            raise value_error(
-                op.function,
-                op.label(name, given.__contains__),
-                f"a tensor on {meta.device}",
-                f"{given[first].device}, the device of {first}",
-            )
+    if (first := op.tensors[0].name) in given:
+        check_devices(op.function, first, given, lambda name: op.label(name, given.__contains__))
     avals = {t.name: aval(given[t.name]) if t.name in given else None for t in op.tensors}
     by_name = dict(zip(op.names, signature, strict=True))
     return op.resolve(avals, {s.name: by_name[s.name] for s in op.scalars})
+
+
+def check_devices(
+    function: str, first: str, given: Mapping[str, Any], label: Callable[[str], str] = str
+) -> None:
+    """Hold the devices of tensors, or of their metas, against that of the first. Raises ValueError."""
+    device = given[first].device
+    for name, x in given.items():
+        if x.device != device:
+            raise value_error(
+                function, label(name), f"a tensor on {x.device}", f"{device}, the device of {first}"
+            )
+
+
+_resolve_once = functools.lru_cache(maxsize=4096)(resolve)
+
+
+def check(op: Op, args: Values) -> None:
+    """Raise what a call would raise about its arguments. Raises TypeError and ValueError."""
+    values = checked(op, args)
+    # Other types than plain tensors may have symbols for sizes, which have no hash.
+    (_resolve_once if type(values[0]) in PLAIN else resolve)(op, signature(op, values))
 
 
 def empty_results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:
@@ -213,7 +228,24 @@ class Prepared:
 def prepare(op: Op, platform: str, signature: Signature) -> Prepared:
     """A call on a platform's tensors. Raises TypeError and ValueError."""
     call = resolve(op, signature)
+    _check_updated(op, call, signature)
     return Prepared(op, platform, call, operand_specs(op, call, signature))
+
+
+def _check_updated(op: Op, call: Call, signature: Signature) -> None:
+    """Refuse to update a tensor whose elements share memory, as PyTorch's own operations do. Raises ValueError."""
+    by_name = tensor_metas(op, signature)
+    for i in call.updates:
+        name = call.operands[i][0]
+        meta = by_name[name]
+        assert meta is not None
+        has_elements = 0 not in meta.shape
+        if has_elements and any(
+            size > 1 and step == 0 for size, step in zip(meta.shape, meta.stride, strict=True)
+        ):
+            label = op.label(name, lambda other: by_name[other] is not None)
+            got = f"an expanded tensor of strides {list(meta.stride)}"
+            raise value_error(op.function, label, got, "a tensor whose elements have memory of their own")
 
 
 def operand_specs(op: Op, call: Call, signature: Signature) -> dict[str, Spec]:

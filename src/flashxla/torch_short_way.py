@@ -81,6 +81,11 @@ class ShortWay:
                 return repeat.run(values)
         return LONG_WAY
 
+    def knows(self, values: Values) -> bool:
+        """Whether a call is like one that was learnt, so that its arguments are right."""
+        repeats = self._repeats.get(values[0].shape, ()) if type(values[0]) in PLAIN else ()
+        return any(repeat.is_like(values) for repeat in repeats)
+
     def learn(self, values: Values) -> None:
         """Take in a call that went the long way, so that the next one like it can take the short one."""
         if TensorGuards is None or _is_watched() or (platform := _platform(self._op, values)) is None:

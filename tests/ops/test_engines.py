@@ -59,6 +59,7 @@ ENGINES = [
     (Case(LONG, dim=128, dtype="bf16", window=(130, 2), page=16, leftpad=True), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", causal=False), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0, scale=0.0), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="f16", softcap=3.0, scale=-0.2, sinks="f32"), "swap", "wide"),
     (Case(PREFILL, dim=64, dtype="bf16", scale=0.0), "swap", "wide"),
     (Case(PREFILL, dim=64, dtype="bf16", descale="SH", page=16), "swap", "wide"),

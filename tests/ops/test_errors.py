@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -64,6 +65,7 @@ RAGGED: Arguments = {
 }
 PAIR = RAGGED | {"kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 16))}
 NEW = {"key": t(6, 2, 16), "value": t(6, 2, 16)}
+QKV = {"qkv": t(6, 8, 16)} | {name: x for name, x in RAGGED.items() if name != "query"}
 MERGE: Arguments = {"out_a": t(5, 4, 16), "lse_a": t(4, 5), "out_b": t(5, 4, 16), "lse_b": t(4, 5)}
 
 CALLS: dict[str, tuple[str, Arguments]] = {
@@ -76,12 +78,43 @@ CALLS: dict[str, tuple[str, Arguments]] = {
     "merge": ("merge_attn_states", MERGE),
     "fused": ("ragged_paged_attention", RAGGED | NEW),
     "fused_pair": ("ragged_paged_attention", PAIR | NEW),
+    "packed": ("ragged_paged_attention_qkvpacked", QKV),
+    "packed_pair": ("ragged_paged_attention_qkvpacked", QKV | {"kv_cache": PAIR["kv_cache"]}),
 }
+# Functions that are no operations, but make calls of one.
+FORMS: dict[str, tuple[str, Arguments]] = {
+    "equal": ("flash_attn_func", {"q": t(2, 3, 4, 16), "k": t(2, 3, 2, 16), "v": t(2, 3, 2, 16)}),
+    "equal_packed": ("flash_attn_qkvpacked_func", {"qkv": t(2, 5, 3, 2, 16)}),
+}
+ALL = CALLS | FORMS
 BIG = {"q": t(6, 4, 577), "k": t(9, 2, 577)}
 FP8_CACHES = {n: t(4, 8, 2, 16, dtype=U8) for n in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
 
 # call, what changes, the error, the argument that it names, what it got, what it takes
 ERRORS = [
+    (
+        "packed",
+        {"qkv": t(6, 3, 16)},
+        ValueError,
+        "qkv",
+        "3 heads",
+        "query heads and 2 * 2, those of kv_cache",
+    ),
+    ("packed", {"qkv": t(6, 7, 16)}, ValueError, "qkv", "3 heads", "a multiple of the 2 heads"),
+    ("packed", {"qkv": t(6, 8, 15)}, ValueError, "kv_cache", "[4, 8, 4, 16]", "D = 15 by qkv"),
+    ("packed", {"qkv": t(6, 128)}, ValueError, "qkv", "[6, 128]", "[T, Hqkv, D]"),
+    ("packed", {"qkv": t(6, 8, 16, dtype=I32)}, TypeError, "qkv", "int32", "float32"),
+    ("packed", {"qkv": t(6, 8, 16, dtype=BF16)}, TypeError, "kv_cache", "float32", "bfloat16"),
+    ("packed", {"s_aux": t(3)}, ValueError, "qkv", "8 heads", "the 3 of s_aux and 2 * 2"),
+    ("packed", {"slot_mapping": t(7, dtype=I32)}, ValueError, "slot_mapping", "7 slots", "6 tokens of qkv"),
+    (
+        "packed_pair",
+        {"kv_cache": (t(4, 8, 2, 16), t(4, 8, 2, 12))},
+        ValueError,
+        "value_cache",
+        "head size 12",
+        "16, that of qkv",
+    ),
     ("write", {"key": t(5, 2, 16, dtype=I32)}, TypeError, "key", "int32", "float32, float16, bfloat16"),
     ("write", {"value": t(5, 2, 16, dtype=F16)}, TypeError, "value", "float16", "float32"),
     ("write", {"value": t(4, 2, 16)}, ValueError, "value", "[4, 2, 16]", "N = 5"),
@@ -168,10 +201,10 @@ ERRORS = [
     ("dense", {"window_size": (1, 2, 3)}, ValueError, "window_size", "(1, 2, 3)", "a pair (left, right)"),
     ("dense", {"window_size": ()}, ValueError, "window_size", "()", "a pair (left, right)"),
     ("dense", {"window_size": 4}, TypeError, "window_size", "4 (int)", "a pair (left, right)"),
-    ("dense", {"window_size": ("4", 0)}, TypeError, "window_left", "'4' (str)", "int"),
-    ("dense", {"window_size": (4, None)}, TypeError, "window_right", "None", "int"),
-    ("dense", {"window_size": (-2, 0)}, ValueError, "window_left", "-2", "-1 (unlimited)"),
-    ("dense", {"window_size": (0, -3)}, ValueError, "window_right", "-3", "-1 (unlimited)"),
+    ("dense", {"window_size": ("4", 0)}, TypeError, "window_size", "('4', 0)", "a pair (left, right)"),
+    ("dense", {"window_size": (3.5, 0)}, TypeError, "window_size", "(3.5, 0)", "a pair (left, right)"),
+    ("dense", {"window_size": (-2, 0)}, ValueError, "window_size", "(-2, 0)", "-1 or None: unlimited"),
+    ("dense", {"window_size": (0, -3)}, ValueError, "window_size", "(0, -3)", "-1 or None: unlimited"),
     ("dense", {"softcap": -1.0}, ValueError, "softcap", "-1.0", ">= 0"),
     ("dense", {"softcap": float("nan")}, ValueError, "softcap", "nan", ">= 0"),
     ("dense", {"softmax_scale": float("inf")}, ValueError, "softmax_scale", "inf", "finite"),
@@ -238,7 +271,43 @@ ERRORS = [
     ("fused", {"max_seqlen_q": 1.0}, TypeError, "max_seqlen_q", "1.0 (float)", "int"),
     ("ragged", {"window_size": 4}, TypeError, "window_size", "4 (int)", "a pair (left, right)"),
     ("ragged", {"window_size": (1,)}, ValueError, "window_size", "(1,)", "a pair (left, right)"),
-    ("ragged", {"window_size": (-2, 0)}, ValueError, "window_left", "-2", "-1 (unlimited)"),
+    ("ragged", {"window_size": (-2, 0)}, ValueError, "window_size", "(-2, 0)", "-1 or None: unlimited"),
+    ("fused", {"window_size": (0, "3")}, TypeError, "window_size", "(0, '3')", "a pair (left, right)"),
+    ("packed", {"window_size": (3.5, 0)}, TypeError, "window_size", "(3.5, 0)", "a pair (left, right)"),
+    ("equal", {"window_size": (3.5, 0)}, TypeError, "window_size", "(3.5, 0)", "a pair (left, right)"),
+    ("equal", {"window_size": (0, -2)}, ValueError, "window_size", "(0, -2)", "a pair (left, right)"),
+    ("equal_packed", {"window_size": (None, "0")}, TypeError, "window_size", "(None, '0')", "a pair"),
+    (
+        "equal",
+        {"q": t(2, 3, 0, 16), "k": t(2, 3, 0, 16), "v": t(2, 3, 0, 16)},
+        ValueError,
+        "q",
+        "0 heads",
+        "a multiple of the 0",
+    ),
+    ("equal", {"q": t(2, 3, 4, 0), "k": t(2, 3, 2, 0)}, ValueError, "q", "head size 0", "1 to 576"),
+    ("equal", {"v": t(2, 3, 2, 0)}, ValueError, "v", "head size 0", "1 to 512"),
+    ("equal_packed", {"qkv": t(2, 5, 3, 2, 0)}, ValueError, "qkv", "head size 0", "1 to 576"),
+    ("packed", {"qkv": t(6, 4, 16)}, ValueError, "qkv", "4 heads", "query heads and 2 * 2"),
+    ("packed", {"qkv": t(6, 4, 16), "s_aux": t(0)}, ValueError, "qkv", "4 heads", "the 0 of s_aux and 2 * 2"),
+    (
+        "ragged",
+        {"kv_cache": {"k": t(4, 8, 2, 16), "v": t(4, 8, 2, 16)}},
+        TypeError,
+        "kv_cache",
+        "dict",
+        "float32",
+    ),
+    ("fused", {"kv_cache": {}}, TypeError, "kv_cache", "dict", "float32"),
+    ("packed", {"kv_cache": {"k": 1, "v": 2}}, TypeError, "kv_cache", "dict", "float32"),
+    (
+        "ragged",
+        {"kv_cache": [[[1], [1, 2]], [1]]},
+        TypeError,
+        "key_cache",
+        "[[1], [1, 2]] (list)",
+        "float32",
+    ),
     (
         "ragged",
         {"window_size": (2, 0), "sliding_window": 3},
@@ -398,13 +467,21 @@ def name_of(row: tuple) -> str:
     return f"{call}-{'+'.join(changes)}-{argument}-{got}"
 
 
+def method_of(frontend: Frontend, function: str) -> Callable[..., Any]:
+    """A call of a function by its arguments."""
+    return getattr(frontend, function, lambda **arguments: frontend.run(function, arguments))
+
+
 def check_error(frontend: Frontend, row: tuple, error: type[Exception] | tuple[type[Exception], ...]) -> None:
     call, changes, _, argument, got, accepted = row
-    function, valid = CALLS[call]
+    function, valid = ALL[call]
     with pytest.raises(error) as raised:
-        getattr(frontend, function)(**valid | changes)
+        method_of(frontend, function)(**valid | changes)
     message = str(raised.value)
-    start = message.find(f"{function}: {argument}: got ")
+    named = [function]
+    if frontend.name in ("openxla", "inductor") and call in FORMS:
+        named.append("flash_attn_varlen_func")
+    start = max(message.find(f"{name}: {argument}: got ") for name in named)
     assert start >= 0, message
     is_got, _, is_accepted = message[start:].partition("; accepted: ")
     assert got in is_got, message
@@ -426,16 +503,16 @@ def test_error_at_trace_time(frontend: Frontend, row: tuple) -> None:
 @pytest.mark.frontends("openxla", "inductor")
 @pytest.mark.parametrize("row", ERRORS[::9], ids=name_of)
 def test_error_in_torch_compile(frontend: Frontend, row: tuple) -> None:
-    """Dynamo wraps the error into one of its own."""
+    """Dynamo wraps the error into one of its own, which nothing can put into other words."""
     check_error(frontend, row, Exception)  # type: ignore[arg-type]
 
 
 @pytest.mark.frontends("torch", "lazy", "jax", "jax_jit")
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ALL)
 def test_valid_call(frontend: Frontend, call: str) -> None:
     """What the table changes is right as it is."""
-    function, valid = CALLS[call]
-    getattr(frontend, function)(**valid)
+    function, valid = ALL[call]
+    method_of(frontend, function)(**valid)
 
 
 # NumPy's numbers are numbers: (call, arguments).
@@ -473,3 +550,18 @@ def test_a_number_for_a_scale_may_be_numpys(frontend: Frontend) -> None:
     for x, y in zip(got, expected, strict=True):
         assert np.array_equal(x, y)
     assert got[0].any()
+
+
+@pytest.mark.frontends("torch", "lazy", "jax", "jax_jit")
+@pytest.mark.parametrize("call", ["dense", "paged", "ragged", "fused", "packed", "equal", "equal_packed"])
+def test_a_side_of_a_window_may_be_none(frontend: Frontend, call: str) -> None:
+    function, valid = ALL[call]
+    rng = np.random.default_rng(0)
+    valid = {
+        name: rng.standard_normal(x.shape, F32) if isinstance(x, np.ndarray) and x.dtype == F32 else x
+        for name, x in valid.items()
+    }
+    for sides, as_numbers in (((None, 0), (-1, 0)), ((1, None), (1, -1)), ((None, None), (-1, -1))):
+        got = method_of(frontend, function)(**valid, window_size=sides)
+        expected = method_of(frontend, function)(**valid, window_size=as_numbers)
+        assert np.array_equal(got[0], expected[0])

@@ -86,6 +86,7 @@ CASES = [
     Case(MIXED, scale=0.7),
     Case(MIXED, scale=-0.3, page=8),
     Case(MIXED, scale=0.0),
+    Case(MIXED, scale=0.0, softcap=5.0),
     # batches
     Case(SPARSE),
     Case(SPARSE, page=8, sinks="f32"),

@@ -28,12 +28,16 @@ SOURCES = {
     "merge": ("out_a", "lse_b"),
     "fused": ("query", "key", "value"),
     "fused_pair": ("query", "key", "value"),
+    "packed": ("qkv",),
+    "packed_pair": ("qkv",),
 }
 UPDATED = {
     "write": ("key_cache", "value_cache"),
     "write_one": ("kv_cache",),
     "fused": ("kv_cache",),
     "fused_pair": ("kv_cache",),
+    "packed": ("kv_cache",),
+    "packed_pair": ("kv_cache",),
 }
 COMPILED = ("write", "paged")  # inductor compiles for seconds
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests import reference
 from tests.checks import DTYPES, TOLERANCE, assert_close, assert_same_bits
-from tests.frontends import Frontend, TorchFrontend
+from tests.frontends import Frontend, JaxFrontend, TorchFrontend
 
 Arguments = dict[str, Any]
 B, HEADS, KV_HEADS, DIM, DIM_V = 3, 4, 2, 16, 24
@@ -357,7 +361,7 @@ WRONG: dict[str, tuple[Arguments, str]] = {
     ),
     "heads": (
         {"k": np.zeros((B, 2, 3, DIM), np.float32)},
-        r"v: got shape \[3, 2, 2, 24\]; accepted: \[3, 2, 3, Dv\]",
+        r"k: got shape \[3, 2, 3, 16\]; accepted: \[3, Sk, 2, 16\]",
     ),
     "few positions": (
         tables(np.zeros((47, 4))),
@@ -377,19 +381,278 @@ WRONG: dict[str, tuple[Arguments, str]] = {
     ),
     "sizes of heads": (
         {"k": np.zeros((B, 2, KV_HEADS, 8), np.float32)},
-        r"k: got shape \[3, 2, 2, 8\]; accepted: \[3, Sk, Hk, 16\]",
+        r"k: got shape \[3, 2, 2, 8\]; accepted: \[3, Sk, 2, 16\]",
     ),
-    "lengths": ({"cache_seqlens": LENGTHS[:2]}, r"cache_seqlens: got shape \[2\]; accepted: \[3\]"),
+    "lengths": (
+        {"cache_seqlens": LENGTHS[:2]},
+        r"cache_seqlens: got shape \[2\]; accepted: \[3\] or a whole number",
+    ),
+    "a length of no dimensions": (
+        {"cache_seqlens": np.array(3, np.int32)},
+        r"cache_seqlens: got shape \[\]; accepted: \[3\] or a whole number",
+    ),
+    "lengths of floats": (
+        {"cache_seqlens": LENGTHS.astype(np.float32)},
+        "cache_seqlens: got dtype float32; accepted: int32",
+    ),
+    "left padding": ({"cache_leftpad": LENGTHS[:2]}, r"cache_leftpad: got shape \[2\]; accepted: \[3\]"),
+    "left padding of floats": (
+        {"cache_leftpad": LENGTHS.astype(np.float32)},
+        "cache_leftpad: got dtype float32; accepted: int32",
+    ),
+    "pages of floats": (
+        {"block_table": np.zeros((B, 6), np.float32)},
+        "block_table: got dtype float32; accepted: int32",
+    ),
+    "no rows": (
+        {"block_table": None, "cache_batch_idx": 1},
+        r"cache_batch_idx: got 1 \(int\); accepted: a tensor \[3\]",
+    ),
+    "rows of int64": (
+        {"block_table": None, "cache_batch_idx": LENGTHS.astype(np.int64)},
+        "cache_batch_idx: got dtype int64; accepted: int32",
+    ),
+    "rows of floats": (
+        {"block_table": None, "cache_batch_idx": LENGTHS.astype(np.float32)},
+        "cache_batch_idx: got dtype float32; accepted: int32",
+    ),
+    "no values": ({"v_cache": None}, r"v_cache: got None \(NoneType\); accepted: a tensor \[32, 8, 2, Dv\]"),
+    "pages of values": (
+        {"v_cache": np.zeros((PAGES, PAGE + 1, KV_HEADS, DIM_V), np.float32), "k": None, "v": None},
+        r"v_cache: got shape \[32, 9, 2, 24\]; accepted: \[32, 8, 2, Dv\]",
+    ),
+    "type of values": (
+        {"v_cache": np.zeros((PAGES, PAGE, KV_HEADS, DIM_V), np.float16), "k": None, "v": None},
+        "v_cache: got dtype float16; accepted: float32, the dtype of k_cache",
+    ),
+    "sizes of keys": (
+        {"k_cache": np.zeros((PAGES, PAGE, KV_HEADS, 8), np.float32)},
+        r"k_cache: got shape \[32, 8, 2, 8\]; accepted: \[P, page_size, Hk, 16\]",
+    ),
+    "bytes": (
+        {"k_cache": np.zeros((PAGES, PAGE, KV_HEADS, DIM), np.uint8)},
+        "k_cache: got dtype uint8; accepted: float32, float16, bfloat16, float8_e4m3fn",
+    ),
+    "type of new keys": (
+        {"k": np.zeros((B, 2, KV_HEADS, DIM), np.float16)},
+        "k: got dtype float16; accepted: float32, the dtype of k_cache",
+    ),
+    "type of new values": (
+        {"v": np.zeros((B, 2, KV_HEADS, DIM_V), np.float16)},
+        "v: got dtype float16; accepted: float32, the dtype of k_cache",
+    ),
+    "counts of new values": (
+        {"v": np.zeros((B, 3, KV_HEADS, DIM_V), np.float32)},
+        r"v: got shape \[3, 3, 2, 24\]; accepted: \[3, 2, 2, 24\]",
+    ),
+    "a window beside a rotation": (
+        {"window_size": 4, **tables(np.zeros((48, 4)))},
+        r"window_size: got 4 \(int\); accepted: a pair \(left, right\)",
+    ),
+    # Of the attention, whose arguments are right or wrong before anything is written.
+    "softcap": ({"softcap": -1.0}, "softcap: got -1.0; accepted: a number >= 0"),
+    "scale": ({"softmax_scale": float("inf")}, "softmax_scale: got inf; accepted: a finite number"),
+    "slopes": (
+        {"alibi_slopes": np.zeros((2, HEADS), np.float32)},
+        r"alibi_slopes: got shape \[2, 4\]; accepted: \[Hq\] or \[S, Hq\] with Hq = 4 by q",
+    ),
+    "slopes of another type": (
+        {"alibi_slopes": np.zeros(HEADS, np.float16)},
+        "alibi_slopes: got dtype float16; accepted: float32",
+    ),
+    "sinks": (
+        {"s_aux": np.zeros(3, np.float32)},
+        r"s_aux: got shape \[3\]; accepted: \[Hq\] with Hq = 4 by q",
+    ),
+    "a window of three": (
+        {"window_size": (1, 2, 3)},
+        r"window_size: got \(1, 2, 3\); accepted: a pair \(left, right\)",
+    ),
+    "half a key": ({"window_size": (3.5, 0)}, r"window_size: got \(3.5, 0\); accepted: a pair"),
+    "query heads": (
+        {"q": np.zeros((B, 2, 3, DIM), np.float32)},
+        "q: got 3 heads; accepted: a multiple of the 2 heads of k_cache",
+    ),
+    "type of queries": (
+        {"q": np.zeros((B, 2, HEADS, DIM), np.float16)},
+        "k_cache: got dtype float32; accepted: float16, float8_e4m3fn, float8_e5m2 with a float16 q",
+    ),
+    "queries of integers": (
+        {"q": np.zeros((B, 2, HEADS, DIM), np.int32)},
+        "q: got dtype int32; accepted: float32",
+    ),
+    "causal": ({"causal": None}, r"causal: got None \(NoneType\); accepted: bool"),
 }
 
 
-@pytest.mark.frontends("torch", "jax")
+@pytest.mark.frontends("torch", "jax", "jax_jit")
 @pytest.mark.parametrize("case", WRONG)
 def test_errors(frontend: Frontend, rng: np.random.Generator, case: str) -> None:
     more, message = WRONG[case]
     given = {**paged(rng, 2, **new(rng, 2), cache_seqlens=LENGTHS), **more}
     with pytest.raises((TypeError, ValueError), match=f"^flash_attn_with_kvcache: {message}"):
         frontend.run("flash_attn_with_kvcache", given)
+
+
+@pytest.mark.frontends("torch", "lazy", "torchax", "torchtpu")
+# torchax makes int32 of int64, as JAX does.
+@pytest.mark.parametrize("case", [case for case in WRONG if case != "rows of int64"])
+def test_a_wrong_call_writes_nothing(frontend: TorchFrontend, rng: np.random.Generator, case: str) -> None:
+    given = {**paged(rng, 2, **new(rng, 2), cache_seqlens=LENGTHS), **WRONG[case][0]}
+    tensors = {name: frontend.tensor(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    with pytest.raises((TypeError, ValueError), match=r"^flash_attn_with_kvcache: "):
+        frontend.call(
+            frontend.fx.flash_attn_with_kvcache,
+            {name: tensors[name] for name in tensors if isinstance(given[name], np.ndarray)},
+            {name: x for name, x in given.items() if not isinstance(x, np.ndarray)},
+        )
+    for name in ("k_cache", "v_cache"):
+        if given[name] is not None:
+            assert_same_bits(frontend.array(tensors[name]), given[name], name)
+
+
+def appending(rng: np.random.Generator, **more: Any) -> Arguments:
+    return {
+        "append_key": normal(rng, 4, KV_HEADS, DIM),
+        "append_value": normal(rng, 4, KV_HEADS, DIM_V),
+        "batch_indices": np.array([0, 0, 1, 1], np.int32),
+        "positions": np.array([0, 1, 3, 9], np.int32),
+        "paged_kv_cache": (normal(rng, 6, PAGE, KV_HEADS, DIM), normal(rng, 6, PAGE, KV_HEADS, DIM_V)),
+        "kv_indices": np.array([3, 1, 4], np.int32),
+        "kv_indptr": np.array([0, 1, 3], np.int32),
+        **more,
+    }
+
+
+WRONG_APPENDS: dict[str, tuple[Arguments, str]] = {
+    **{
+        f"{name} of {dtype.__name__}": (
+            {name: np.zeros(3 if name.startswith("kv") else 4, dtype)},
+            rf"{name}: got dtype {np.dtype(dtype).name}; accepted: int32, int64",
+        )
+        for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")
+        for dtype in (np.float32, np.bool_, np.int8)
+    },
+    "no offsets": ({"kv_indptr": np.zeros(0, np.int32)}, r"kv_indptr: got shape \[0\]; accepted: \[B\+1\]"),
+    "values": (
+        {"paged_kv_cache": (np.zeros((6, PAGE, KV_HEADS, DIM), np.float32),) * 2},
+        r"paged_kv_cache\[1\]: got shape \[6, 8, 2, 16\]; accepted: \[6, 8, 2, 24\]",
+    ),
+    "keys": (
+        {"paged_kv_cache": (np.zeros((6, PAGE, 3, DIM), np.float32),) * 2},
+        r"paged_kv_cache\[0\]: got shape \[6, 8, 3, 16\]; accepted: \[P, B, 2, 16\]",
+    ),
+    "type": (
+        {
+            "append_key": np.zeros((4, KV_HEADS, DIM), np.float16),
+            "append_value": np.zeros((4, 2, 24), np.float16),
+        },
+        r"paged_kv_cache\[0\]: got dtype float32; accepted: float16, the dtype of append_key",
+    ),
+    "type of the values": (
+        {"append_value": np.zeros((4, KV_HEADS, DIM_V), np.float16)},
+        "append_value: got dtype float16; accepted: float32, the dtype of append_key",
+    ),
+    "counts": (
+        {"append_value": np.zeros((3, KV_HEADS, DIM_V), np.float32)},
+        r"append_value: got shape \[3, 2, 24\]; accepted: \[4, 2, Dv\]",
+    ),
+    "bytes": (
+        {"paged_kv_cache": tuple(np.zeros((6, PAGE, KV_HEADS, d), np.uint8) for d in (DIM, DIM_V))},
+        r"paged_kv_cache\[0\]: got dtype uint8; accepted: float32",
+    ),
+}
+
+
+@pytest.mark.frontends("torch", "jax", "jax_jit")
+@pytest.mark.parametrize("case", WRONG_APPENDS)
+def test_errors_of_appending(frontend: Frontend, rng: np.random.Generator, case: str) -> None:
+    more, message = WRONG_APPENDS[case]
+    with pytest.raises((TypeError, ValueError), match=f"^append_paged_kv_cache: {message}"):
+        frontend.run("append_paged_kv_cache", appending(rng, **more), ("paged_kv_cache",))
+
+
+@pytest.mark.frontends("torch")
+def test_tensors_of_others_are_refused(frontend: TorchFrontend, rng: np.random.Generator) -> None:
+    """Those of NumPy, and those on another device."""
+    given = {
+        "flash_attn_with_kvcache": dense(
+            rng,
+            **new(rng, 1),
+            **tables(np.zeros((SIZE, 4))),
+            cache_seqlens=LENGTHS,
+            cache_batch_idx=LENGTHS,
+            cache_leftpad=LENGTHS,
+            alibi_slopes=np.zeros(HEADS, np.float32),
+            s_aux=np.zeros(HEADS, np.float32),
+        ),
+        "append_paged_kv_cache": appending(rng),
+    }
+    for function, arguments in given.items():
+        first, *names = (name for name, x in arguments.items() if isinstance(x, np.ndarray))
+        tensors = {name: frontend.tensor(arguments[name]) for name in (first, *names)}
+        if function == "append_paged_kv_cache":
+            tensors["paged_kv_cache"] = tuple(map(frontend.tensor, arguments["paged_kv_cache"]))
+        for name in names:
+            for other, got in (
+                (arguments[name], r"(numpy\.ndarray|array\(.*\)); accepted: a "),
+                (tensors[name].to("meta"), "a tensor on meta; accepted: cpu, the device of "),
+            ):
+                with pytest.raises((TypeError, ValueError)) as error:
+                    getattr(frontend.fx, function)(**{**tensors, name: other})
+                message = str(error.value)
+                assert re.match(f"{function}: {name}: got {got}", message, re.DOTALL), message
+
+
+@pytest.mark.frontends("jax", "jax_jit")
+@pytest.mark.parametrize("function", ["flash_attn_with_kvcache", "append_paged_kv_cache"])
+def test_numpy_constants_in_a_program(frontend: JaxFrontend, rng: np.random.Generator, function: str) -> None:
+    given = appending(rng)
+    names = ("kv_indices", "kv_indptr", "batch_indices")
+    if function == "flash_attn_with_kvcache":
+        given = paged(rng, **new(rng, 1), **tables(np.ones((48, 4))), cache_seqlens=LENGTHS, causal=True)
+        names = ("rotary_cos", "rotary_sin", "block_table")
+    constants = {name: given.pop(name) for name in names}
+    numbers = {name: given.pop(name) for name in ("causal",) if name in given}
+    arrays = frontend.jax.tree.map(frontend.jax.numpy.asarray, given)
+
+    def call(arrays: Any, constants: Any) -> Any:
+        return getattr(frontend.fx, function)(**arrays, **constants, **numbers)
+
+    got = frontend.jax.jit(lambda arrays: call(arrays, constants))(arrays)
+    expected = frontend.jax.jit(call)(arrays, constants)
+    for x, y in zip(flat(got), flat(expected), strict=True):
+        assert_same_bits(np.asarray(x), np.asarray(y), function)
+
+
+@pytest.mark.frontends("jax", "jax_jit")
+@pytest.mark.parametrize("length", [2**31 + 8, 2**32 + 1, -(2**32)])
+def test_wide_integers_do_not_wrap_around(
+    frontend: JaxFrontend, rng: np.random.Generator, length: int
+) -> None:
+    """They count as the nearest that 32 bits hold, as those of the operations do."""
+    given = frontend.jax.tree.map(frontend.jax.numpy.asarray, dense(rng))
+    bounds = np.iinfo(np.int32)
+    nearest = np.full(B, np.clip(length, bounds.min, bounds.max), np.int32)
+
+    def call(lengths: np.ndarray) -> Any:
+        function = frontend.fx.flash_attn_with_kvcache
+        if frontend.name == "jax_jit":
+            return frontend.jax.jit(lambda arrays: function(**arrays, cache_seqlens=lengths))(given)
+        return function(**given, cache_seqlens=lengths)
+
+    assert_same_bits(np.asarray(call(np.full(B, length))), np.asarray(call(nearest)), "out")
+
+
+@pytest.mark.frontends("torch", "jax", "jax_jit")
+def test_a_cache_without_places(frontend: Frontend, rng: np.random.Generator) -> None:
+    """Nothing is written, and there is nothing to see."""
+    given = dense(rng, **new(rng, 1), cache_seqlens=np.zeros(B, np.int32))
+    given |= {name: given[name][:, :0] for name in ("k_cache", "v_cache")}
+    out, *_ = flat(frontend.run("flash_attn_with_kvcache", given))
+    assert not out.any()
+    pages = tuple(np.zeros((6, 0, KV_HEADS, d), np.float32) for d in (DIM, DIM_V))
+    frontend.run("append_paged_kv_cache", appending(rng, paged_kv_cache=pages), ("paged_kv_cache",))
 
 
 @pytest.mark.frontends("torch", "jax")
@@ -417,3 +680,48 @@ def test_one_graph(frontend: TorchFrontend, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(frontend.array(out), expected[0], atol=2e-5, rtol=1e-4)
     np.testing.assert_allclose(frontend.array(tensors["k_cache"]), expected[2], atol=2e-5, rtol=1e-4)
     assert tensors["k_cache"].data_ptr() == pointer
+
+
+CHECKED = """
+import torch
+
+import flashxla.torch as fx
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+q, cache = torch.zeros(2, 1, 2, 16), torch.zeros(4, 8, 2, 16)
+new = {"k": torch.zeros(2, 1, 2, 16), "v": torch.zeros(2, 1, 2, 16)}
+for more in (
+    {"cache_seqlens": int32(3, 8), **new},
+    {"cache_seqlens": int32(3, 9)},
+    {"cache_seqlens": int32(3, 7), "cache_batch_idx": int32(0, 9), **new},
+    {"cache_seqlens": int32(3, 7), "block_table": int32(0, 9)[:, None], **new},
+    {"cache_seqlens": int32(3, 7), "cache_leftpad": int32(-1, 0)},
+):
+    try:
+        fx.flash_attn_with_kvcache(q, cache, cache, **more)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.frontends("torch")
+def test_check_mode_names_its_arguments(frontend: TorchFrontend) -> None:
+    """A cache that is full, too: what has no place is not written, and is an error where all are."""
+    environment = {**os.environ, "FLASHXLA_CHECK": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", CHECKED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    starts = (
+        "(cache_seqlens + Sk)[1] = 9: ",
+        "cache_seqlens[1] = 9: ",
+        "cache_batch_idx[1, 0] = 9: ",
+        "block_table[1, 0] = 9: ",
+        "cache_leftpad[0] = -1",
+    )
+    for line, start in zip(process.stdout.splitlines(), starts, strict=True):
+        assert line.startswith(f"flash_attn_with_kvcache: {start}"), line

@@ -12,6 +12,7 @@ from tests.batches import (
     Case,
     flash_attn_arguments,
     paged_attention_arguments,
+    qkvpacked,
     ragged_paged_attention_arguments,
 )
 from tests.frontends import TorchFrontend
@@ -121,6 +122,8 @@ def test_ragged_paged_attention(
 ) -> None:
     arguments = raw_attention(ragged_paged_attention_arguments(rng, case, new, slots))
     opcheck(frontend, frontend.torch.ops.flashxla.ragged_paged_attention.default, arguments)
+    if packed := qkvpacked(arguments):
+        opcheck(frontend, frontend.torch.ops.flashxla.ragged_paged_attention_qkvpacked.default, packed)
 
 
 @pytest.mark.parametrize("sinks", [None, "f32"])
@@ -174,5 +177,6 @@ def test_every_operation_is_checked(frontend: TorchFrontend) -> None:
         "paged_attention",
         "paged_attention_with_lse",
         "ragged_paged_attention",
+        "ragged_paged_attention_qkvpacked",
         "merge_attn_states",
     }

@@ -13,6 +13,7 @@ from tests.batches import (
     Case,
     caches_of,
     positions,
+    qkvpacked,
     ragged_paged_attention_arguments,
     without_poison,
 )
@@ -78,6 +79,28 @@ def check(frontend: Frontend, arguments: Arguments) -> None:
 @pytest.mark.parametrize(("case", "new", "slots"), CASES, ids=str)
 def test_case(frontend: Frontend, rng: np.random.Generator, case: Case, new: str, slots: str | None) -> None:
     check(frontend, ragged_paged_attention_arguments(rng, case, new, slots))
+
+
+PACKED = [(case, slots) for case, _, slots in CASES if case.v_dim in (None, case.dim)]
+
+
+@pytest.mark.parametrize(("case", "slots"), PACKED, ids=str)
+def test_packed(frontend: Frontend, rng: np.random.Generator, case: Case, slots: str | None) -> None:
+    """Queries, keys and values in one tensor, against the reference and, to the bit, the call with three."""
+    new = "same" if case.cache == "same" else case.dtype
+    arguments = ragged_paged_attention_arguments(rng, case, new, slots)
+    packed = qkvpacked(arguments)
+    assert packed is not None
+    out, lse, cache = frontend.ragged_paged_attention_qkvpacked(**packed)
+    apart, lse_apart, cache_apart = frontend.ragged_paged_attention(**arguments)
+    assert_same_bits(out, apart, "out")
+    if lse is not None and lse_apart is not None:
+        assert_same_bits(lse, lse_apart, "lse")
+    assert_caches(cache, cache_apart)
+    expected_out, expected_lse, expected_cache = reference.ragged_paged_attention(**arguments)
+    assert_caches(cache, expected_cache)
+    rounding = rounding_of_weights(frontend, "ragged_paged_attention", arguments)
+    assert_attention(out, lse, (expected_out, expected_lse), arguments["query"].dtype, rounding)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -321,7 +344,7 @@ def test_inference_tensors(frontend: TorchFrontend, rng: np.random.Generator) ->
 def test_jax_returns_the_cache_as_given(
     frontend: JaxFrontend, rng: np.random.Generator, form: str, lse: bool
 ) -> None:
-    """(out, kv_cache) or (out, lse, kv_cache); a pair of any kind is a tuple. The arguments stay as they are."""
+    """(out, kv_cache) or (out, lse, kv_cache); a pair comes back in its own type. The arguments stay as they are."""
     jax = frontend.jax
     case = Case(MIXED, layout="interleaved" if form == "array" else "NHD", page=8, lse=lse)
     arguments = ragged_paged_attention_arguments(rng, case)
@@ -337,11 +360,12 @@ def test_jax_returns_the_cache_as_given(
 
     result = (jax.jit(function) if frontend.name == "jax_jit" else function)(arrays)
     assert isinstance(result, tuple) and len(result) == (3 if lse else 2)
-    assert isinstance(result[-1], jax.Array if form == "array" else tuple)
+    assert isinstance(result[-1], {"tuple": tuple, "list": list, "array": jax.Array}[form])
     expected_out, expected_lse, expected_cache = reference.ragged_paged_attention(**arguments)
     out, *rest = (np.asarray(x) for x in result[:-1])
     assert_attention(out, rest[0] if rest else None, (expected_out, expected_lse), out.dtype)
-    assert_caches(jax.tree.map(np.asarray, result[-1]), expected_cache)
+    cache = result[-1] if form == "array" else tuple(result[-1])
+    assert_caches(jax.tree.map(np.asarray, cache), expected_cache)
     before = arrays["kv_cache"] if form == "array" else tuple(arrays["kv_cache"])
     assert_caches(jax.tree.map(np.asarray, before), arguments["kv_cache"])
 

@@ -24,6 +24,7 @@ from tests.batches import (
     empty_caches,
     flash_attn_arguments,
     normal,
+    qkvpacked,
     ragged_paged_attention_arguments,
 )
 from tests.checks import (
@@ -236,14 +237,18 @@ def write_and_attend(frontend: TorchFrontend, rng: Rng) -> str:
     note(f"{case} new={new} slots={slots}")
     arguments = ragged_paged_attention_arguments(rng, case, new, slots)
     poison(frontend, case)
-    first, second = (run(frontend, "ragged_paged_attention", arguments) for _ in range(2))
+    op, given = "ragged_paged_attention", arguments
+    packed = qkvpacked(arguments)
+    if packed and rng.random() < 0.5:
+        op, given = "ragged_paged_attention_qkvpacked", packed
+    first, second = (run(frontend, op, given) for _ in range(2))
     out, lse, cache = reference.ragged_paged_attention(**arguments)
     rounding = rounding_of_weights(frontend, "ragged_paged_attention", arguments)
     assert_attention(first[0], first[1], (out, lse), arguments["query"].dtype, rounding)
     caches = [caches_of({"kv_cache": x}) for x in (first[2], second[2], cache)]
     same(caches[0], caches[2])
     same((*first[:2], *caches[0]), (*second[:2], *caches[1]))
-    return " ".join(sorted(set(served_by(frontend, "ragged_paged_attention", arguments) or ("unknown",))))
+    return " ".join(sorted(set(served_by(frontend, op, given) or ("unknown",))))
 
 
 def write(frontend: TorchFrontend, rng: Rng) -> str:

@@ -342,3 +342,16 @@ def test_merge_of_views(frontend: TorchFrontend, rng: np.random.Generator) -> No
     expected = reference.merge_attn_states(outs[0], lses[0], outs[1], lses[1])
     np.testing.assert_allclose(frontend.array(out), expected[0], atol=2e-5)
     np.testing.assert_allclose(frontend.array(lse), expected[1], atol=2e-5)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_expanded_caches_are_refused(frontend: TorchFrontend, name: str) -> None:
+    """What is written to one page would be in all of them."""
+    key, slots = (frontend.tensor(x) for x in (np.ones((2, 1, 8), np.float32), np.arange(2)))
+    caches = {n: frontend.tensor(np.zeros((4, 2, 1, 8), np.float32)) for n in ("key_cache", "value_cache")}
+    caches[name] = caches[name][:1].expand(4, -1, -1, -1)
+    message = rf"reshape_and_cache_flash: {name}: got an expanded tensor of strides \[0, "
+    for _ in range(2):  # also a call like one before
+        with pytest.raises(ValueError, match=message):
+            frontend.fx.reshape_and_cache_flash(key, key, **caches, slot_mapping=slots)

@@ -325,12 +325,16 @@ def calls() -> dict[str, tuple[Callable[..., Any], Sequence[np.ndarray]]]:
     def fused(q: Any, key: Any, k: Any, v: Any, *index: Any) -> Any:
         return fx.ragged_paged_attention(q, key, key, (k, v), *index, 0.2)
 
+    def packed(qkv: Any, k: Any, v: Any, *index: Any) -> Any:
+        return fx.ragged_paged_attention_qkvpacked(qkv, (k, v), *index, 0.2)
+
     index = (lens, table, starts, count)
     lse = normal(HEADS, 8)
     return {
         "varlen": (varlen, (q, k, v, starts, slopes, sinks)),
         "paged": (paged, (q, *caches, *index, slopes, sinks, scales)),
         "fused": (fused, (q, k, *caches, *index)),
+        "packed": (packed, (np.concatenate([q, k, v], axis=1), *caches, *index)),
         "write": (fx.reshape_and_cache_flash, (k, v, *caches, slots)),
         "merge": (fx.merge_attn_states, (q, lse, 2 * q, lse[::-1].copy())),
     }
@@ -399,6 +403,13 @@ def check_warnings() -> None:
     _, messages = warned(lambda: jax.jit(attend).lower(*arrays).compile())
     assert len(messages) == 2 and all(
         "cache [4, 8, 2, 16] is whole in its dimension 2 (KV heads)" in m for m in messages
+    )
+    # Heads of three kinds.
+    function, arguments = calls()["packed"]
+    arrays = [put(arguments[0], P()), *(put(x, P(None, None, "a")) for x in arguments[1:3])]
+    _, messages = warned(lambda: jax.jit(function).lower(*arrays, *arguments[3:]).compile())
+    assert len(messages) == 2 and all(
+        "(KV heads), in 2 parts, which the call cannot keep" in m for m in messages
     )
     # Heads that do not divide.
     three = [normal(TOKENS, 3, DIM), normal(TOKENS, 3, DIM), normal(TOKENS, 3, DIM)]

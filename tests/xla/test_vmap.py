@@ -79,6 +79,14 @@ def fused(
     )
 
 
+def packed(
+    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, lens: Any, table: Any, starts: Any, count: Any
+) -> Any:
+    qkv = jnp.concatenate([q, k, v], axis=1)
+    index = (lens, table, starts, count)
+    return fx.ragged_paged_attention_qkvpacked(qkv, (k_cache, v_cache), *index, 0.3)
+
+
 def varlen(q: Any, k: Any, v: Any, starts: Any, sinks: Any = None) -> Any:
     return fx.flash_attn_varlen_func(
         q, k, v, T, starts, T, starts, causal=True, s_aux=sinks, return_softmax_lse=True
@@ -123,6 +131,7 @@ TABLE: list[tuple[Callable[..., Any], str, str, bool]] = [
     (fused, FUSED, "", True),
     (fused, f"{FUSED} slots", "", True),
     (fused, FUSED, "k_cache v_cache", True),
+    (packed, FUSED, "", True),
     (varlen, "q k v starts", "", True),
     (varlen, "q k v starts sinks", "k v sinks", True),
     (gradient, "q k v starts", "", True),

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer prefill short compare profile growth
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer racecheck tables prefill short compare profile growth
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
+# TOPICS="prefill decode ..." and TOPIC_SECONDS of `tables`, QUICK=1
 name=operations
 . "$(dirname "$0")/running.sh"
 JOBS=${JOBS:-14} FRONTENDS=${FRONTENDS:-torch,jax_jit}
@@ -9,7 +10,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 stage_ops() { tests ops 500 -n "$JOBS" --one-in "${ONE_IN:-1}" tests/ops --frontends "$FRONTENDS" --random-seconds 150; }
 stage_engines() {  # the tests that choose kernels, for a change of these
   tests engines 150 -n "$JOBS" tests/ops/test_engines.py tests/ops/test_batch_invariance.py tests/ops/test_few_queries.py tests/test_explain.py \
-    tests/ops/test_random_calls.py --frontends "$FRONTENDS" --random-seconds 150
+    tests/ops/test_random_calls.py tests/ops/test_ragged_paged_attention.py --frontends "$FRONTENDS" --random-seconds 150
 }
 stage_cuda() { tests cuda 300 -n 4 tests/cuda --ignore tests/cuda/test_sanitizer.py; }  # some fill the memory
 stage_sanitizer() {
@@ -18,6 +19,20 @@ stage_sanitizer() {
 }
 stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
 stage_short() { shown 20 60 short "$PYTHON" "$here/prefill.py" short; }
+stage_racecheck() {
+  shown 4 200 racecheck compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m tests.cuda.smoke "${SEED:-$RANDOM}" "${CALLS:-30}"
+}
+stage_tables() {  # docs/benchmarks/h200-*.json: each topic in time, or as far as it came
+  local topic tables=$WORK/tables code=0
+  rm -rf "$tables"
+  mkdir -p "$tables"
+  for topic in ${TOPICS:-prefill decode mixed kv_write plan overhead}; do
+    LOGS=$tables shown 3 "${TOPIC_SECONDS:-260}" "$topic" "$PYTHON" -m flashxla bench "$topic" --device "$DEVICE" --peers --all ${QUICK:+--quick} \
+      --json "$tables/h200-$topic.json" --plot "$tables/h200-$topic.svg" || code=1
+  done
+  tar -C "$WORK" -czf "$OUT/tables.tar.gz" tables
+  return $code
+}
 stage_growth() {
   shown 45 150 growth "$PYTHON" -m flashxla bench growth --device "$DEVICE" \
     ${QUICK:+--quick} --rounds 5 --json "$OUT/growth.json" --plot "$OUT/growth.svg"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from flashxla.ops.messages import in_words_of, value_error
+from flashxla.ops.messages import in_words_of, is_about, value_error
 
 ALIASES = {"page_table": "block_table", "learnable_sink": "s_aux", "return_lse": "return_softmax_lse"}
 
@@ -32,7 +32,7 @@ def with_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            if not str(error).startswith(f"{name}: "):  # Python's own
+            if not is_about(error, name):
                 raise
             raise in_words_of(error, name, used) from error
 

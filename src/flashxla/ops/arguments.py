@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from flashxla.ops.cache_format import ONE_TENSOR_DIMS, PAIR_DIMS
@@ -9,19 +10,30 @@ from flashxla.ops.messages import type_error, value_error
 
 # The default of a function that takes one tensor or a pair. With a pair it means "NHD".
 DEFAULT_LAYOUT = "interleaved"
+_WINDOW = "a pair (left, right) of numbers of keys >= 0, -1 or None: unlimited; or None"
 
 
 def window_sides(function: str, window_size: Any) -> tuple[Any, Any]:
-    """The left and the right side of a window; None is unlimited."""
+    """The left and the right side of a window; None is unlimited, of both or of one."""
     if window_size is None:
         return -1, -1
-    accepted = "a pair (left, right) of numbers of keys, -1: unlimited; or None"
     if not isinstance(window_size, (tuple, list)):
-        raise type_error(function, "window_size", f"{window_size!r} ({type(window_size).__name__})", accepted)
+        raise type_error(function, "window_size", f"{window_size!r} ({type(window_size).__name__})", _WINDOW)
     if len(window_size) != 2:
-        raise value_error(function, "window_size", repr(window_size), accepted)
+        raise value_error(function, "window_size", repr(window_size), _WINDOW)
     left, right = window_size
-    return left, right
+    return _side(function, window_size, left), _side(function, window_size, right)
+
+
+def _side(function: str, window_size: Any, side: Any) -> Any:
+    if side is None:
+        return -1
+    # torch.compile's symbols are no Integral.
+    if not isinstance(side, (int, numbers.Integral)) and not hasattr(side, "node"):
+        raise type_error(function, "window_size", repr(window_size), _WINDOW)
+    if side < -1:
+        raise value_error(function, "window_size", repr(window_size), _WINDOW)
+    return side
 
 
 def sides_of_windows(function: str, sliding_window: Any, window_size: Any) -> tuple[Any, Any]:

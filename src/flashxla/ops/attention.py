@@ -51,7 +51,7 @@ def check_heads(inputs: Inputs, query: str, key: str) -> None:
 
 def results(inputs: Inputs, query: str) -> dict[str, Aval]:
     """The output and its LSE."""
-    tokens, heads, _ = inputs[query].shape
+    tokens, heads = inputs.size("T"), inputs.size("Hq")
     dtype = inputs[query].dtype
     out = Aval((tokens, heads, inputs.size("Dv")), "bfloat16" if dtype in FP8 else dtype)
     return {"out": out, "softmax_lse": Aval((heads, tokens), "float32")}

@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flashxla.ops.messages import in_words_of, type_error, value_error
+from flashxla.ops.messages import in_words_of, is_about, type_error, value_error
 
 Window = tuple[int, int] | None
 # What functions call flash_attn_varlen_func's arguments, where it is something else.
@@ -63,12 +63,7 @@ class Form:
         """Make the call. attention: flash_attn_varlen_func. tensor_of: offsets as a tensor where q is."""
         q = self.arguments["q"]
         given = {k: tensor_of(v, q) if isinstance(v, Offsets) else v for k, v in self.arguments.items()}
-        try:
-            results = attention(**given)
-        except (TypeError, ValueError) as error:
-            if not str(error).startswith("flash_attn_varlen_func: "):
-                raise
-            raise in_words_of(error, self.function, self.names) from error
+        results = called_by(self.function, self.names, attention, **given)
         if not self.arguments["return_softmax_lse"]:
             return self._out(results)
         out, lse = results
@@ -78,6 +73,22 @@ class Form:
 
     def _out(self, out: Any) -> Any:
         return out.reshape(*self.dense, *out.shape[1:]) if self.dense else out
+
+
+# The operations that functions make calls of.
+_CALLED = ("flash_attn_varlen_func", "reshape_and_cache_flash")
+
+
+def called_by(
+    function: str, names: dict[str, str], called: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A call that a function makes. Errors about its arguments name the function, and what it calls them."""
+    try:
+        return called(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        if not any(is_about(error, other) for other in _CALLED):
+            raise
+        raise in_words_of(error, function, names) from error
 
 
 def _form(
@@ -118,27 +129,33 @@ def _dense(
     batch, len_q, *_ = shape_of(function, "q", q, "B Sq Hq D")
     _, len_k, *_ = shape_of(function, "k", k, "B Sk Hk D", B=batch)
     shape_of(function, "v", v, "B Sk Hk Dv", B=batch, Sk=len_k)
-    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    # Not -1: of no elements PyTorch cannot say how many tokens there are.
+    q, k, v = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (q, k, v))
     queries, keys = ((Offsets(batch, length), length) for length in (len_q, len_k))
     return _form(function, (q, k, v), queries, keys, options, names or {}, dense=(batch, len_q))
 
 
-def shape_of(function: str, name: str, tensor: Any, dims: str, **sizes: int) -> tuple[int, ...]:
-    """The shape of a tensor of these dims, some of which have a size. Raises TypeError and ValueError."""
-    wanted = [int(s) if s.isdigit() else sizes.get(s, s) for s in dims.split()]
+def shape_of(
+    function: str, name: str, tensor: Any, dims: str, also: str = "", /, **sizes: int
+) -> tuple[int, ...]:
+    """The shape of a tensor of these dims, some of which have a size. Raises TypeError and ValueError.
 
+    also: what the message says is accepted in its place.
+    """
+    if hasattr(tensor, "shape"):
+        shape, wanted = tuple(tensor.shape), dims.split()
+        if len(shape) == len(wanted) and all(
+            [
+                size == (int(dim) if dim.isdigit() else sizes.get(dim, size))
+                for size, dim in zip(shape, wanted, strict=True)
+            ]
+        ):
+            return shape
     # Of a call that is right nothing is written: torch.compile's symbols would have to be numbers for that.
-    def accepted() -> str:
-        return f"[{', '.join(map(str, wanted))}]"
-
+    accepted = f"[{', '.join(str(sizes.get(dim, dim)) for dim in dims.split())}]{also}"
     if not hasattr(tensor, "shape"):
-        raise type_error(function, name, f"{tensor!r} ({type(tensor).__name__})", f"a tensor {accepted()}")
-    shape = tuple(tensor.shape)
-    if len(shape) != len(wanted) or any(
-        size != want for size, want in zip(shape, wanted, strict=True) if not isinstance(want, str)
-    ):
-        raise value_error(function, name, f"shape {list(shape)}", accepted())
-    return shape
+        raise type_error(function, name, f"{tensor!r} ({type(tensor).__name__})", f"a tensor {accepted}")
+    raise value_error(function, name, f"shape {list(tensor.shape)}", accepted)
 
 
 def dtype_of(tensor: Any) -> str:

@@ -15,7 +15,11 @@ from flashxla.ops.kv_cache import reshape_and_cache, reshape_and_cache_flash
 from flashxla.ops.kv_cache_forms import append_paged_kv_cache, flash_attn_with_kvcache
 from flashxla.ops.merge_forms import merge_all_attn_states
 from flashxla.ops.merge_states import merge_attn_states
-from flashxla.ops.paged_attention import paged_attention, ragged_paged_attention
+from flashxla.ops.paged_attention import (
+    paged_attention,
+    ragged_paged_attention,
+    ragged_paged_attention_qkvpacked,
+)
 
 __all__ = [
     "append_paged_kv_cache",
@@ -30,6 +34,7 @@ __all__ = [
     "merge_attn_states",
     "paged_attention",
     "ragged_paged_attention",
+    "ragged_paged_attention_qkvpacked",
     "reshape_and_cache",
     "reshape_and_cache_flash",
 ]

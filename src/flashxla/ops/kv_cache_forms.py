@@ -13,27 +13,32 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashxla.ops.cache_format import PAIR_DIMS
-from flashxla.ops.flash_attn_forms import Offsets, Window, check_dtype, shape_of
-from flashxla.ops.messages import in_words_of, type_error, value_error
-from flashxla.ops.parameters import FLOATS
+from flashxla.ops.arguments import window_sides
+from flashxla.ops.cache_format import PAIR_DIMS, of_values
+from flashxla.ops.flash_attn_forms import Offsets, Window, called_by, check_dtype, dtype_of, shape_of
+from flashxla.ops.messages import type_error, value_error
+from flashxla.ops.parameters import FLOATS, FP8
 
 
 @dataclasses.dataclass(frozen=True)
 class Frontend:
     """What a form needs of a front end.
 
-    tensor_of: offsets as an int32 tensor where another tensor is. concatenate: tensors behind one another, along the
-    last dimension. cast: a tensor as another dtype. float32: that dtype. attend: flash_attn_varlen_func. write:
-    reshape_and_cache_flash on a pair of caches; returns them as they are then. returned: what a call with these
-    results that updates these caches returns.
+    tensors: those of a call, by the names that its messages have for them, as the front end's own tensors; None stays.
+    Raises TypeError and ValueError where one is none, or is not on the device of the first. tensor_of: offsets as an
+    int32 tensor where another tensor is. concatenate: tensors behind one another, along the last dimension. cast: a
+    tensor as another dtype. float32: that dtype. attend: flash_attn_varlen_func. check: raises what that would raise,
+    where a call that raises may have changed its arguments before. write: reshape_and_cache_flash on a pair of caches;
+    returns them as they are then. returned: what a call with these results that updates these caches returns.
     """
 
+    tensors: Callable[[str, dict[str, Any]], list[Any]]
     tensor_of: Callable[[Offsets, Any], Any]
     concatenate: Callable[[Sequence[Any]], Any]
     cast: Callable[[Any, Any], Any]
     float32: Any
     attend: Callable[..., Any]
+    check: Callable[..., None]
     write: Callable[[Any, Any, tuple[Any, Any], Any, str], tuple[Any, Any]]
     returned: Callable[[tuple[Any, ...], tuple[Any, Any]], Any]
 
@@ -100,11 +105,12 @@ def flash_attn_with_kvcache(
     """
     function = "flash_attn_with_kvcache"
     batch, len_q, _, head = shape_of(function, "q", q, "B Sq Hq D")
-    if block_table is None:
-        blocks, size, *_ = shape_of(function, "k_cache", k_cache, "Bc Sc Hk D")
-        room = size
-    else:
-        blocks, size, *_ = shape_of(function, "k_cache", k_cache, "P page_size Hk D")
+    dims = "Bc Sc Hk D" if block_table is None else "P page_size Hk D"
+    sizes = dict(zip(dims.split(), shape_of(function, "k_cache", k_cache, dims, D=head), strict=True))
+    *_, head_v = shape_of(function, "v_cache", v_cache, of_values(dims), **sizes)
+    blocks, size, kv_heads, _ = sizes.values()
+    room = size
+    if block_table is not None:
         room = size * shape_of(function, "block_table", block_table, "B M", B=batch)[1]
         if cache_batch_idx is not None:
             raise value_error(
@@ -119,68 +125,103 @@ def flash_attn_with_kvcache(
         raise type_error(function, missing, "None", "rotary_cos and rotary_sin, or neither")
     if rotary_cos is not None and k is None:
         raise value_error(function, "rotary_cos", "a tensor without k and v", "None: nothing is written")
-    for name, lengths in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx)):
-        if lengths is not None and not isinstance(lengths, numbers.Integral):
-            shape_of(function, name, lengths, "B", B=batch)
+    is_number = isinstance(cache_seqlens, numbers.Integral)
+    if cache_seqlens is not None and not is_number:
+        shape_of(function, "cache_seqlens", cache_seqlens, "B", " or a whole number", B=batch)
+    for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if tensor is not None:
+            shape_of(function, name, tensor, "B", B=batch)
     new = 0
     if k is not None:
-        _, new, heads, _ = shape_of(function, "k", k, "B Sk Hk D", B=batch, D=head)
-        shape_of(function, "v", v, "B Sk Hk Dv", B=batch, Sk=new, Hk=heads)
+        new = shape_of(function, "k", k, "B Sk Hk D", B=batch, Hk=kv_heads, D=head)[1]
+        shape_of(function, "v", v, "B Sk Hk Dv", B=batch, Sk=new, Hk=kv_heads, Dv=head_v)
     if rotary_cos is not None:
         _check_rotary(function, rotary_cos, rotary_sin, head, room)
+    sides = window_sides(function, window_size)
 
     def call(frontend: Frontend) -> Any:
-        rows, first = (frontend.tensor_of(Offsets(count, 1), q)[:-1] for count in (batch, max(len_q, new)))
-        table = block_table
+        given = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "k": k,
+            "v": v,
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "cache_seqlens": None if is_number else cache_seqlens,
+            "cache_batch_idx": cache_batch_idx,
+            "cache_leftpad": cache_leftpad,
+            "block_table": block_table,
+        }
+        tensors = frontend.tensors(function, given)
+        query, keys, values, key, value, cos, sin, *indices = tensors
+        for name, tensor in zip(list(given)[-len(indices) :], indices, strict=True):
+            if tensor is not None:
+                check_dtype(function, name, tensor, ("int32",))
+        check_dtype(function, "k_cache", keys, (*FLOATS, *FP8))
+        for name, tensor in (("v_cache", values), ("k", key), ("v", value)):
+            if tensor is not None and tensor.dtype != keys.dtype:
+                accepted = f"{dtype_of(keys)}, the dtype of k_cache"
+                raise type_error(function, name, f"dtype {dtype_of(tensor)}", accepted)
+        held, batch_idx, leftpad, table = indices
+
+        rows, first = (
+            frontend.tensor_of(Offsets(count, 1), query)[:-1] for count in (batch, max(len_q, new))
+        )
         if table is None:
-            table = (rows if cache_batch_idx is None else cache_batch_idx).reshape(batch, 1)
-        held: Any = size if cache_seqlens is None else cache_seqlens
-        if isinstance(held, numbers.Integral):
-            held = rows * 0 + held
-        query, key, caches = q, k, (k_cache, v_cache)
-        if rotary_cos is not None:
-            positions = held[:, None] + first[None]
-            turn = functools.partial(_turn, frontend, rotary_cos, rotary_sin, rotary_interleaved)
-            moving = causal or tuple(window_size or (-1, -1)) != (-1, -1)
-            query = turn(q, positions[:, :len_q] if moving else held[:, None] + first[None, :len_q] * 0)
-            key = turn(k, positions[:, :new])
-        if k is not None:
-            positions = held[:, None] + first[None, :new]
-            page = positions // size
+            table = (rows if batch_idx is None else batch_idx).reshape(batch, 1)
+        if held is None:
+            held = rows * 0 + (cache_seqlens if is_number else size)
+        if key is not None:
+            positions = held[:, None] + first[None]  # of the longer of q and k
+            if cos is not None:
+                turn = functools.partial(_turn, frontend, cos, sin, rotary_interleaved)
+                moving = causal or sides != (-1, -1)
+                query = turn(
+                    query, positions[:, :len_q] if moving else held[:, None] + first[None, :len_q] * 0
+                )
+                key = turn(key, positions[:, :new])
+        arguments = {
+            "q": query.reshape(batch * len_q, *query.shape[2:]),
+            "cu_seqlens_q": frontend.tensor_of(Offsets(batch, len_q), query),
+            "max_seqlen_q": len_q,
+            "max_seqlen_k": table.shape[1] * size,
+            "seqused_k": held + new,
+            "block_table": table,
+            "leftpad_k": leftpad,
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": sides,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "s_aux": s_aux,
+            "batch_invariant": batch_invariant,
+            "return_softmax_lse": return_softmax_lse,
+        }
+        names = _OF_ATTENTION | ({} if block_table is not None else {"block_table": "cache_batch_idx"})
+        caches = keys, values
+        if key is not None:
+            names["seqused_k"] = "(cache_seqlens + Sk)"
+            # Before anything is written.
+            called_by(function, names, frontend.check, k=keys, v=values, **arguments)
+            positions = positions[:, :new]
+            page = positions // max(size, 1)
             within = (positions >= 0) & (page < table.shape[1])
             found = table[rows[:, None], page.clip(0, max(table.shape[1] - 1, 0))]
             slots = _slots(found, positions, within, blocks, size)
-            key, value = (x.reshape(-1, *x.shape[2:]) for x in (key, v))
+            key, value = (x.reshape(batch * new, *x.shape[2:]) for x in (key, value))
             caches = frontend.write(key, value, caches, slots.reshape(-1), "NHD")
-        results = frontend.attend(
-            q=query.reshape(-1, *query.shape[2:]),
-            k=caches[0],
-            v=caches[1],
-            cu_seqlens_q=frontend.tensor_of(Offsets(batch, len_q), q),
-            max_seqlen_q=len_q,
-            max_seqlen_k=table.shape[1] * size,
-            seqused_k=held + new,
-            block_table=table,
-            leftpad_k=cache_leftpad,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            s_aux=s_aux,
-            batch_invariant=batch_invariant,
-            return_softmax_lse=return_softmax_lse,
-        )
+        results = called_by(function, names, frontend.attend, k=caches[0], v=caches[1], **arguments)
         out, *lse = results if return_softmax_lse else (results,)
         shaped = (
             out.reshape(batch, len_q, *out.shape[1:]),
             *(x.reshape(x.shape[0], batch, len_q).swapaxes(0, 1) for x in lse),
         )
-        if k is not None:
+        if key is not None:
             return frontend.returned(shaped, caches)
         return shaped if lse else shaped[0]
 
-    return _worded(function, call, {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"} | _OF_CACHES)
+    return call
 
 
 def append_paged_kv_cache(
@@ -198,13 +239,13 @@ def append_paged_kv_cache(
 
     Args:
         append_key, append_value: [T, Hk, D] and [T, Hk, Dv].
-        batch_indices, positions: int32 [T], the sequence of each token and its position there. A token of a sequence
-            that does not exist is not written.
+        batch_indices, positions: int32 or int64 [T], the sequence of each token and its position there. A token of a
+            sequence that does not exist is not written.
         paged_kv_cache: (keys, values) by kv_layout, updated in place.
-        kv_indices: int32 [pages in use], the pages of all sequences, one sequence after the other. Nothing is written
-            to a page that does not exist.
-        kv_indptr: int32 [B + 1], offsets of the sequences in kv_indices. A position behind a sequence's pages is not
-            written.
+        kv_indices: int32 or int64 [pages in use], the pages of all sequences, one sequence after the other. Nothing is
+            written to a page that does not exist.
+        kv_indptr: int32 or int64 [B + 1], offsets of the sequences in kv_indices. A position behind a sequence's pages
+            is not written.
         kv_last_page_len: taken and not used: positions says it.
         kv_layout: "NHD" [P, page size, Hk, D] or "HND" [P, Hk, page size, D].
 
@@ -217,54 +258,78 @@ def append_paged_kv_cache(
     Semantics of FlashInfer's append_paged_kv_cache.
     """
     function = "append_paged_kv_cache"
-    tokens, *_ = shape_of(function, "append_key", append_key, "T Hk D")
+    tokens, heads, head = shape_of(function, "append_key", append_key, "T Hk D")
+    head_v = shape_of(function, "append_value", append_value, "T Hk Dv", T=tokens, Hk=heads)[2]
     for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
         shape_of(function, name, tensor, "T", T=tokens)
     (pages,) = shape_of(function, "kv_indices", kv_indices, "pages")
     sequences = shape_of(function, "kv_indptr", kv_indptr, "B+1")[0] - 1
+    if sequences < 0:
+        raise value_error(function, "kv_indptr", "shape [0]", "[B+1]")
     if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
         got = f"{type(paged_kv_cache).__name__}"
         raise type_error(function, "paged_kv_cache", got, "a pair (keys, values)")
     if kv_layout not in PAIR_DIMS:
         raise value_error(function, "kv_layout", repr(kv_layout), ", ".join(map(repr, PAIR_DIMS)))
-    keys, values = paged_kv_cache
+    key_cache, value_cache = paged_kv_cache
     dims = PAIR_DIMS[kv_layout]
-    shape = dict(zip(dims.split(), shape_of(function, "paged_kv_cache", keys, dims), strict=True))
-    size = shape["B"]
+    shape = shape_of(function, "paged_kv_cache[0]", key_cache, dims, Hk=heads, D=head)
+    sizes = dict(zip(dims.split(), shape, strict=True))
+    shape_of(function, "paged_kv_cache[1]", value_cache, of_values(dims), **{**sizes, "Dv": head_v})
+    blocks, size = sizes["P"], sizes["B"]
 
     def call(frontend: Frontend) -> Any:
-        slots = positions * 0 - 1
+        given = {
+            "append_key": append_key,
+            "append_value": append_value,
+            "paged_kv_cache[0]": key_cache,
+            "paged_kv_cache[1]": value_cache,
+            "batch_indices": batch_indices,
+            "positions": positions,
+            "kv_indices": kv_indices,
+            "kv_indptr": kv_indptr,
+        }
+        key, value, keys, values, *tensors = frontend.tensors(function, given)
+        for name, tensor in zip(list(given)[-len(tensors) :], tensors, strict=True):
+            check_dtype(function, name, tensor, ("int32", "int64"))
+        check_dtype(function, "paged_kv_cache[0]", keys, (*FLOATS, *FP8))
+        batch, places, indices, indptr = tensors
+        slots = places * 0 - 1
         if sequences > 0 and pages > 0:  # else there is nothing to index
-            sequence = batch_indices.clip(0, sequences - 1)
-            place = kv_indptr[sequence] + positions // size
-            within = (batch_indices >= 0) & (batch_indices < sequences) & (positions >= 0)
-            within = within & (place >= 0) & (place < kv_indptr[sequence + 1]) & (place < pages)
-            slots = _slots(kv_indices[place.clip(0, pages - 1)], positions, within, shape["P"], size)
-        caches = frontend.write(append_key, append_value, (keys, values), slots, kv_layout)
+            sequence = batch.clip(0, sequences - 1)
+            place = indptr[sequence] + places // max(size, 1)
+            within = (batch >= 0) & (batch < sequences) & (places >= 0)
+            within = within & (place >= 0) & (place < indptr[sequence + 1]) & (place < pages)
+            slots = _slots(indices[place.clip(0, pages - 1)], places, within, blocks, size)
+        caches = called_by(
+            function, _OF_APPENDING, frontend.write, key, value, (keys, values), slots, kv_layout
+        )
         return frontend.returned((), caches)
 
-    return _worded(function, call, {"key": "append_key", "value": "append_value"})
+    return call
 
 
-_OF_CACHES = {"key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache"}
-
-
-def _worded(function: str, call: Form, names: dict[str, str]) -> Form:
-    """A form whose errors name this function and its arguments."""
-
-    def worded(frontend: Frontend) -> Any:
-        try:
-            return call(frontend)
-        except (TypeError, ValueError) as error:
-            raise in_words_of(error, function, names) from error
-
-    return worded
+# What the functions call the arguments of those that they call, where it is something else.
+_OF_ATTENTION = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "cu_seqlens_q": "q",
+    "seqused_k": "cache_seqlens",
+    "leftpad_k": "cache_leftpad",
+}
+_OF_APPENDING = {
+    "key": "append_key",
+    "value": "append_value",
+    "key_cache": "paged_kv_cache[0]",
+    "value_cache": "paged_kv_cache[1]",
+}
 
 
 def _slots(page: Any, positions: Any, has_place: Any, blocks: int, size: int) -> Any:
     """Slots of positions in their pages; -1 where there is no place, or no such page among so many blocks."""
-    # The product of a page that does not exist may wrap around to a slot that does.
-    return (page * size + positions % size + 1) * (has_place & (page >= 0) & (page < blocks)) - 1
+    # The product of a page that does not exist may wrap around to a slot that does. Pages of no places are none.
+    has_place = has_place & (page >= 0) & (page < (blocks if size > 0 else 0))
+    return (page * size + positions % max(size, 1) + 1) * has_place - 1
 
 
 def _check_rotary(function: str, cos: Any, sin: Any, head: int, room: int) -> None:

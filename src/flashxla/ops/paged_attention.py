@@ -177,14 +177,85 @@ def ragged_paged_attention(
     )
 
 
-def _resolve(inputs: Inputs, element: str, layout: str) -> Resolution:
+def ragged_paged_attention_qkvpacked(
+    qkv: Any,
+    kv_cache: Any,
+    context_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = DEFAULT_LAYOUT,
+    *,
+    slot_mapping: Any = None,
+    kv_cache_dtype: str = "auto",
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    alibi_slopes: Any = None,
+    s_aux: Any = None,
+    return_softmax_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    batch_invariant: bool = False,
+) -> Any:
+    """ragged_paged_attention with the queries, keys and values of a token behind each other, in one tensor.
+
+    So comes what a model's projection and its rotary embedding make, and a compiler need not take it apart.
+
+    Args:
+        qkv: [T, Hq + 2 * Hk, D], the heads of the query, then those of the key, then those of the value, where Hk is
+            the cache's number of heads. Dtypes as of key in ragged_paged_attention. Keys and values have one head size.
+        Others: as for ragged_paged_attention.
+
+    Returns:
+        As ragged_paged_attention.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes or shapes.
+
+    Packed as in FlashAttention's functions of that ending. Over several devices XLA gathers qkv, for its heads are of
+    three kinds: divide with jax.shard_map, or use ragged_paged_attention.
+    """
+    first, second, layout = cache_tensors("ragged_paged_attention_qkvpacked", kv_cache, layout)
+    left, right = sides_of_windows("ragged_paged_attention_qkvpacked", sliding_window, window_size)
+    return (
+        qkv,
+        first,
+        context_lens,
+        block_tables,
+        query_start_loc,
+        num_seqs,
+        scale,
+        sliding_window,
+        soft_cap,
+        k_scale,
+        v_scale,
+        second,
+        layout,
+        slot_mapping,
+        kv_cache_dtype,
+        causal,
+        left,
+        right,
+        alibi_slopes,
+        s_aux,
+        return_softmax_lse,
+        max_seqlen_q,
+        batch_invariant,
+    )
+
+
+def _resolve(inputs: Inputs, query: str, element: str, layout: str) -> Resolution:
     window = inputs["sliding_window"]
     if window is not None and window < 1:
         raise inputs.value_error("sliding_window", window, "None or a number of keys >= 1")
     left = attention.window_side(inputs, "window_left")
     longest = inputs["max_seqlen_q"]
     if longest is None:
-        longest = inputs["query"].shape[0]
+        longest = inputs.size("T")
     elif longest < 0:
         raise inputs.value_error("max_seqlen_q", longest, "None or a number of tokens >= 0")
     capacity = inputs["block_tables"].shape[1] * inputs.size("B")
@@ -201,7 +272,7 @@ def _resolve(inputs: Inputs, element: str, layout: str) -> Resolution:
             "softmax_scale": attention.finite(inputs, "scale"),
             "softcap": attention.softcap(inputs, "soft_cap"),
         },
-        results=attention.results(inputs, "query"),
+        results=attention.results(inputs, query),
     )
 
 
@@ -209,23 +280,43 @@ def _paged_attention(inputs: Inputs) -> Resolution:
     layout = check_cache(inputs, "kv_cache", "value_cache")
     for name in ("k_scale", "v_scale"):
         inputs.check_dims(name, attention.DESCALE)
-    return _resolve(inputs, attention.check_query(inputs, "query", "kv_cache"), layout)
+    return _resolve(inputs, "query", attention.check_query(inputs, "query", "kv_cache"), layout)
 
 
 def _ragged_paged_attention(inputs: Inputs) -> Resolution:
     inputs.check_dims("key", "T Hk D")
     layout = check_cache(inputs, "kv_cache", "value_cache")
     inputs.check_dims("value", "T Hk Dv")
+    return _write_and_attend(inputs, layout, "query", "key", "value")
+
+
+def _ragged_paged_attention_qkvpacked(inputs: Inputs) -> Resolution:
+    layout = check_cache(inputs, "kv_cache", "value_cache")
+    head_sizes = inputs.size("D"), inputs.size("Dv")
+    if head_sizes[0] != head_sizes[1]:
+        raise inputs.value_error("value_cache", f"head size {head_sizes[1]}", f"{head_sizes[0]}, that of qkv")
+    heads, kv_heads = inputs.size("Hqkv"), inputs.size("Hk")
+    # Slopes and sinks, if given, have said how many query heads there are.
+    query_heads, of = inputs.sizes.setdefault("Hq", (heads - 2 * kv_heads, "qkv"))
+    if query_heads < 1 or heads != query_heads + 2 * kv_heads:
+        wanted = "query heads" if of == "qkv" else f"the {query_heads} of {of}"
+        raise inputs.value_error(
+            "qkv", f"{heads} heads", f"{wanted} and 2 * {kv_heads}, those of {inputs.label('kv_cache')}"
+        )
+    return _write_and_attend(inputs, layout, "qkv", "qkv", "qkv")
+
+
+def _write_and_attend(inputs: Inputs, layout: str, query: str, key: str, value: str) -> Resolution:
     for name in ("k_scale", "v_scale"):
         inputs.check_dims(name, "()|1|Hk")
-    element = attention.check_query(inputs, "query", "kv_cache")
-    check_written(inputs, "key", "value", "kv_cache", element)
+    element = attention.check_query(inputs, query, "kv_cache")
+    check_written(inputs, key, value, "kv_cache", element)
     slots = inputs["slot_mapping"]
     if slots is not None and slots.shape[0] > inputs.size("T"):
         raise inputs.value_error(
-            "slot_mapping", f"{slots.shape[0]} slots", f"at most the {inputs.size('T')} tokens of key"
+            "slot_mapping", f"{slots.shape[0]} slots", f"at most the {inputs.size('T')} tokens of {key}"
         )
-    return _resolve(inputs, element, layout)
+    return _resolve(inputs, query, element, layout)
 
 
 def _index_parameters() -> tuple[Parameter, ...]:
@@ -276,6 +367,18 @@ PAGED_ATTENTION = Op(
     public=paged_attention,
 )
 
+
+def _updated_cache_parameters() -> tuple[Parameter, ...]:
+    return (
+        Tensor("kv_cache", "", CACHE_DTYPES, "k", updated=True, pair=_PAIR),
+        *_index_parameters(),
+        Tensor("value_cache", "", CACHE_DTYPES, "v", optional=True, updated=True),
+        Scalar("layout", str, DEFAULT_LAYOUT),
+        Tensor("slot_mapping", "N", ("int32", "int64"), "slot_mapping", optional=True),
+        *_mask_parameters(),
+    )
+
+
 RAGGED_PAGED_ATTENTION = Op(
     "ragged_paged_attention",
     "attention",
@@ -283,15 +386,19 @@ RAGGED_PAGED_ATTENTION = Op(
         _QUERY,
         Tensor("key", "", (*FLOATS, *FP8), "key"),
         Tensor("value", "", (*FLOATS, *FP8), "value"),
-        Tensor("kv_cache", "", CACHE_DTYPES, "k", updated=True, pair=_PAIR),
-        *_index_parameters(),
-        Tensor("value_cache", "", CACHE_DTYPES, "v", optional=True, updated=True),
-        Scalar("layout", str, DEFAULT_LAYOUT),
-        Tensor("slot_mapping", "N", ("int32", "int64"), "slot_mapping", optional=True),
-        *_mask_parameters(),
+        *_updated_cache_parameters(),
     ),
     _ragged_paged_attention,
     results=attention.RESULTS,
     parallel=(attention.HEADS,),
     public=ragged_paged_attention,
+)
+
+RAGGED_PAGED_ATTENTION_QKVPACKED = Op(
+    "ragged_paged_attention_qkvpacked",
+    "attention",
+    (Tensor("qkv", "T Hqkv D", (*FLOATS, *FP8), "qkv"), *_updated_cache_parameters()),
+    _ragged_paged_attention_qkvpacked,
+    results=attention.RESULTS,
+    public=ragged_paged_attention_qkvpacked,
 )

@@ -25,6 +25,7 @@ MEANINGS = {
     "H": "heads",
     "Hk": "KV heads",
     "Hq": "query heads",
+    "Hqkv": "heads of queries, keys and values",
     "M": "the pages of a sequence",
     "N": "tokens",
     "P": "pages",
