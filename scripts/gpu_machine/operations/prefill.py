@@ -1,7 +1,8 @@
 """prefill.py TABLE...: how fast FlashAttention of prompts is, in CUDA graphs, beside a matrix product of PyTorch.
 
-time: each kind of call with a long prompt, us and TFLOP/s. short: plain calls of several prompts. ab: a line of plain
-calls, to be compared with another library's. one SEQUENCESxTOKENS: some calls without a graph, for a profiler.
+time: each kind of call with a long prompt, us and TFLOP/s. short: plain calls of several prompts. kernels: the time of
+each kernel of these. ab: a line of plain calls, to be compared with another library's. one SEQUENCESxTOKENS: some calls
+without a graph, for a profiler.
 """
 
 from __future__ import annotations
@@ -158,6 +159,24 @@ def table_short() -> None:
             print(f"{shape} {kind.name}: {us:.1f} us {shape.flops() / us / 1e6:.0f} TFLOP/s", flush=True)
 
 
+def table_kernels() -> None:
+    """The mean time of each kernel, run by itself: what a call takes beside that is between its kernels."""
+    for shape in SHORT:
+        for kind in KINDS[:2]:
+            function = call(shape, kind)
+            function()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(10):
+                    function()
+                    torch.cuda.synchronize()
+            times: dict[str, list[float]] = {}
+            for event in profile.events():
+                if event.device_time > 0:
+                    times.setdefault(event.name.split("<")[0].split("::")[-1], []).append(event.device_time)
+            each = ", ".join(f"{name} {statistics.mean(all_):.1f}" for name, all_ in times.items())
+            print(f"{shape} {kind.name}: {each} us", flush=True)
+
+
 def one(prompts: str) -> None:
     """Four calls with pages of 16."""
     sequences, tokens = map(int, prompts.split("x"))
@@ -167,7 +186,7 @@ def one(prompts: str) -> None:
     torch.cuda.synchronize()
 
 
-TABLES = {"time": table_time, "short": table_short, "ab": table_ab}
+TABLES = {"time": table_time, "short": table_short, "kernels": table_kernels, "ab": table_ab}
 
 
 def main() -> None:
