@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Trainer, TrainingArguments
-
-from tests.transformers.conftest import Make, drawn
 
 pytest.importorskip("accelerate")
 
 
-def losses(make_model: Make, attention: str, folder: Path) -> list[float]:
+def losses(attention: str, folder: str) -> list[float]:
     """Of two steps, from the same weights and over the same rows."""
-    model = make_model("llama")
-    model.set_attn_implementation(attention)
-    rows = drawn(torch.randint, 0, 0, 256, (4, 12))
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+
+    import flashxla.transformers
+    from tests.generate.checkpoints import COMMON
+
+    flashxla.transformers.enable()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**COMMON), attn_implementation=attention)
+    rows = torch.randint(0, 256, (4, 12))
     arguments = TrainingArguments(
-        str(folder),
+        folder,
         max_steps=2,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
@@ -34,6 +40,16 @@ def losses(make_model: Make, attention: str, folder: Path) -> list[float]:
     return [step["loss"] for step in trainer.state.log_history if "loss" in step]
 
 
-def test_trainer(make_model: Make, tmp_path: Path) -> None:
-    expected, got = (losses(make_model, name, tmp_path) for name in ("sdpa", "flashxla"))
+def test_trainer(tmp_path: Path) -> None:
+    """In a process of its own: Trainer chooses PyTorch/XLA's device where that is installed, and autograd asks once
+    which devices there are, in a process's first backward pass."""
+    names = ("sdpa", "flashxla")
+    command = [sys.executable, "-m", "tests.transformers.test_trainer", str(tmp_path), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    expected, got = json.loads(done.stdout.splitlines()[-1])
     assert len(got) == 2 and got == pytest.approx(expected, abs=2e-3)
+
+
+if __name__ == "__main__":
+    print(json.dumps([losses(name, sys.argv[1]) for name in sys.argv[2:]]))
