@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines cuda sanitizer racecheck tables prefill short compare profile growth
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines gradients cuda sanitizer racecheck tables prefill short backward train compare profile growth
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
 # TOPICS="prefill decode ..." and TOPIC_SECONDS of `tables`, QUICK=1
 name=operations
@@ -12,6 +12,10 @@ stage_engines() {  # the tests that choose kernels, for a change of these
   tests engines 150 -n "$JOBS" tests/ops/test_engines.py tests/ops/test_batch_invariance.py tests/ops/test_few_queries.py tests/test_explain.py \
     tests/ops/test_random_calls.py tests/ops/test_ragged_paged_attention.py --frontends "$FRONTENDS" --random-seconds 150
 }
+stage_gradients() {  # the same for gradients
+  tests gradients 150 -n "$JOBS" tests/ops/test_gradient_engines.py tests/ops/test_flash_attn_backward.py tests/ops/test_gradients.py \
+    tests/ops/test_flash_attn_forms.py tests/cuda/test_gradient_graphs.py --frontends "$FRONTENDS"
+}
 stage_cuda() { tests cuda 300 -n 4 tests/cuda --ignore tests/cuda/test_sanitizer.py; }  # some fill the memory
 stage_sanitizer() {
   shown 4 90 sanitizer compute-sanitizer --tool memcheck --leak-check no --padding 4096 --error-exitcode 9 \
@@ -19,6 +23,8 @@ stage_sanitizer() {
 }
 stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
 stage_short() { shown 20 60 short "$PYTHON" "$here/prefill.py" short; }
+stage_backward() { shown 20 90 backward "$PYTHON" "$here/backward.py" time; }
+stage_train() { shown 70 120 train env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/backward.py" train; }
 stage_racecheck() {
   shown 4 200 racecheck compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m tests.cuda.smoke "${SEED:-$RANDOM}" "${CALLS:-30}"
 }
@@ -45,13 +51,13 @@ stage_profile() {  # by ncu: a report of the engine wide for each of CASES, and 
     ncu -i "$OUT/wide-$each.ncu-rep" --page source --csv > "$OUT/wide-$each.csv"
   done
 }
-stage_compare() {  # in turns: a GPU's clock drifts
+stage_compare() {  # in turns: a GPU's clock drifts. COMPARED=prefill|backward
   local library=$RUN/src/flashxla/lib/libflashxla_cuda.so round which code=0
   [ -f "$here/base.xz" ] || { echo "no base.xz: pack with BASE_LIBRARY"; return 1; }
   for round in 1 2 3; do
     for which in base cuda; do
       xz -dc "$here/$which.xz" > "$library"
-      shown 2 40 "compare-$which-$round" "$PYTHON" "$here/prefill.py" ab || code=1
+      shown 2 40 "compare-$which-$round" "$PYTHON" "$here/${COMPARED:-prefill}.py" ab || code=1
     done
   done
   return $code
