@@ -85,6 +85,26 @@ __device__ inline float Exp2(float x) {
 // tanh(x) = 1 - 2 / (1 + e^2x) from 2 x log2(e), without a branch, to 1e-7.
 __device__ inline float TanhFromLog2(float x) { return 1.f - __fdividef(2.f, 1.f + Exp2(x)); }
 
+// The same of four numbers, with one reciprocal in place of four: 1 / a = b c d / (a b c d). A NaN
+// makes all of them NaN. Above 2^30 the result is 1, so nothing overflows.
+__device__ inline void TanhFromLog2(float& x0, float& x1, float& x2, float& x3) {
+  float* const x[4] = {&x0, &x1, &x2, &x3};
+  float d[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float e = Exp2(*x[i]);
+    asm("min.NaN.f32 %0, %0, 0f4e800000;" : "+f"(e));
+    d[i] = 1.f + e;
+  }
+  const float d01 = d[0] * d[1], d23 = d[2] * d[3];
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(d01 * d23));
+  inverse *= -2.f;
+  const float of01 = inverse * d23, of23 = inverse * d01;
+  x0 = fmaf(of01, d[1], 1.f), x1 = fmaf(of01, d[0], 1.f);
+  x2 = fmaf(of23, d[3], 1.f), x3 = fmaf(of23, d[2], 1.f);
+}
+
 // The largest power of two that is not above x >= 0, clamped so that it has an inverse.
 __device__ inline float PowerOfTwoBelow(float x) {
   return __uint_as_float(min(max(__float_as_uint(x) & 0x7f800000u, 0x01000000u), 0x7e000000u));

@@ -96,8 +96,16 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
   }
   if (rule.softcap > 0.f) {
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      score[i] = TanhFromLog2(score[i] * rule.softcap);
+    for (int i = 0; i < kColumns / 2; ++i) score[i] *= rule.softcap;
+    if (first_key + kColumns > rows.end_all || first_key < rows.begin_all) {
+      // Keys that do not exist may be NaN, so each score is computed by itself.
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) score[i] = TanhFromLog2(score[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; i += i % 4 == 0 ? 2 : 6) {  // four of a row
+        TanhFromLog2(score[i], score[i + 1], score[i + 4], score[i + 5]);
+      }
     }
   }
   const float scale = rule.rest<kAlibi>();
@@ -153,8 +161,9 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
 
 // Normalizes and writes rows row0 and row0 + 8 of a q tile.
 template <typename T, int kDims, int kLift>
-__device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, int row0,
+__device__ void StoreRows(const WideProblem& w, const WideTile& tile, int kv_head, int row0,
                           const RowState& rows, float scale, const float (&out)[kDims / 2]) {
+  const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
   constexpr float kLower = 1.f / (1 << kLift);
   const float value_scale = p.ValueScale(tile.index, kv_head) * kLower;
@@ -164,19 +173,33 @@ __device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, i
     row_sum += __shfl_xor_sync(kAllLanes, row_sum, 1);
     row_sum += __shfl_xor_sync(kAllLanes, row_sum, 2);
     const int query = tile.first_query + row0 + 8 * r;
-    if (query > tile.s.num_queries - 1) continue;
+    const bool exists = query < tile.s.num_queries;
     const int token = tile.s.first_query + query;
     const float2 end = FinishRow(rows.row_max[r] * scale, row_sum * kLower, p.Sink(tile.head));
-    if (lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
+    if (exists && lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
     const float whole = end.x * value_scale;
     T* to = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token +
             tile.head * p.out.stride_head;
 #pragma unroll
-    for (int i = 0; i < kDims / 8; ++i) {
-      const int d = i * 8 + lane % 4 * 2;
-      if (d < p.head_size) {
-        *reinterpret_cast<uint32_t*>(to + d) =
-            Pack<T>(out[i * 4 + 2 * r] * whole, out[i * 4 + 2 * r + 1] * whole);
+    for (int i = 0; i < kDims / 8; i += 4) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* x = &out[(i + j) * 4 + 2 * r];
+        pairs[j] = Pack<T>(x[0] * whole, x[1] * whole);
+      }
+      if (w.out_vectors) {
+        Transpose4(pairs);
+        const int d = (i + lane % 4) * 8;
+        if (exists && d < p.head_size) {
+          *reinterpret_cast<uint4*>(to + d) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int d = (i + j) * 8 + lane % 4 * 2;
+          if (exists && d < p.head_size) *reinterpret_cast<uint32_t*>(to + d) = pairs[j];
+        }
       }
     }
   }
@@ -347,7 +370,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     }
     queries.Next();
 
-    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
+    StoreRows<Out, kDims, kLift>(w, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
                                  out);
   }
 }
@@ -423,6 +446,7 @@ bool Launch(const Problem& p, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
+  w.out_vectors = AreVectors(p.out, p.out_dtype);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kBlockColumns, kManyQTileTokens, &w.q) ||

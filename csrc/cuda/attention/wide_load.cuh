@@ -72,8 +72,9 @@ struct WideShape {
 struct WideProblem {
   CUtensorMap q, k, v;
   Problem p;
-  int box_keys;  // keys per TMA box, which lies in one page
-  bool gathers;  // plain keys: threads copy them, not TMA
+  int box_keys;      // keys per TMA box, which lies in one page
+  bool gathers;      // plain keys: threads copy them, not TMA
+  bool out_vectors;  // strides and addresses allow 16-byte stores
 };
 
 // The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
