@@ -59,35 +59,23 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       attention::CommitMatrix();
     };
 
-    float score[kQueries / 2];
-    // As in wide_by_keys.cuh.
-    auto start_step = [&](uint32_t number, bool found) {
-      const Turn<S::kStages> turn(found ? number : number - 1);
-      if (found) {
-        attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
-        ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0,
-                                         LoadShared2(shared.step(turn.stage)).y);
-      }
-      start_scores(score, shared.keys(), shared.queries(turn.stage));
-    };
-
     ZeroOtherKeys(shared);
-    if (num_steps > 0) {
-      start_step(steps, true);
-      attention::WaitMatrix<0>();
-      Pin(score);
-    }
     for (int n = 0; n < num_steps; ++n, ++steps) {
       const Turn<S::kStages> turn(steps);
       const Turn<S::kGradOutStages> grad_turn(steps);
       const uint32_t gradient_tile = shared.scores(turn.stage);
       const uint32_t weight_tile = gradient_tile + S::kKeyBlockBytes;
       const uint32_t grad_out = shared.grad_out(grad_turn.stage);
-      float product[kQueries / 2];
+      float score[kQueries / 2], product[kQueries / 2];
+      attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
       const int2 step = LoadShared2(shared.step(turn.stage));  // a WideStep
+      ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.y);
+      start_scores(score, shared.keys(), shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(grad_turn.stage), grad_turn.parity);
       ZeroOthers<kRowTile, S::kBlocks>(grad_out, 0, step.y);
       start_scores(product, shared.values(), grad_out);
+      attention::WaitMatrix<1>();
+      Pin(score);
 
       const WideScores<T, kQueries> scores(p, rows, step.x + group * kQueries);
       const uint32_t column = group * kQueries * 4 + lane % 4 * 8;  // of float32 by row
@@ -113,11 +101,10 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       }
       attention::CommitMatrix();
       start_gradient(grad_k, gradient_tile, shared.queries(turn.stage));
-      start_step(steps + 1, n + 1 < num_steps);
-      attention::WaitMatrix<3>();
+      attention::WaitMatrix<2>();
       Pin(grad_v);
       Release(shared.grad_out_empty(grad_turn.stage));
-      attention::WaitMatrix<2>();
+      attention::WaitMatrix<1>();
       Pin(grad_q);
 #pragma unroll
       for (int part = 0; part < S::kSumParts; ++part) {
@@ -126,7 +113,6 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       }
       attention::WaitMatrix<0>();
       Pin(grad_k);
-      Pin(score);
       Release(shared.queries_empty(turn.stage));
     }
     const auto item = LoadShared<WideItem>(shared.item());

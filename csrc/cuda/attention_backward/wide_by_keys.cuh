@@ -17,10 +17,6 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31, group = ConsumerGroup();
   constexpr int kHalfColumns = kDims / 2;  // of grad_q
-  // The next step's scores are computed while this one's grad_q is handed over, if there are
-  // registers for both.
-  constexpr bool kEarly = kDims <= 64;
-  static_assert(S::kGradOutStages == S::kStages);
   const int warp_row = group * 64 + threadIdx.x % kWarpgroupThreads / 32 * 16;
   const int row = warp_row + lane / 4;
   uint32_t steps = 0;
@@ -57,38 +53,19 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       attention::CommitMatrix();
     };
 
-    float score[kRowTile / 2];
-    // Starts the scores of step `number`. Not `found`: there is no such step. Then they are computed
-    // all the same, of the step before, and nobody reads them: under a condition the compiler would
-    // not let products run side by side.
-    auto start_step = [&](uint32_t number, bool found) {
-      const Turn<S::kStages> turn(found ? number : number - 1);
-      if (found) {
-        attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
-        ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0,
-                                         LoadShared2(shared.step(turn.stage)).y);
-      }
-      start_scores(score, shared.keys(), shared.queries(turn.stage));
-    };
-
     ZeroOtherKeys(shared);
-    if (kEarly && num_steps > 0) {
-      start_step(steps, true);
-      attention::WaitMatrix<0>();
-      Pin(score);
-    }
     for (int n = 0; n < num_steps; ++n, ++steps) {
       const Turn<S::kStages> turn(steps);
-      float product[kRowTile / 2];
-      if (!kEarly) start_step(steps, true);
+      float score[kRowTile / 2], product[kRowTile / 2];
+      attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
       const int2 step = LoadShared2(shared.step(turn.stage));  // a WideStep
+      ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.y);
+      start_scores(score, shared.keys(), shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(turn.stage), turn.parity);
       ZeroOthers<kRowTile, S::kBlocks>(shared.grad_out(turn.stage), 0, step.y);
       start_scores(product, shared.values(), shared.grad_out(turn.stage));
-      if (!kEarly) {
-        attention::WaitMatrix<1>();
-        Pin(score);
-      }
+      attention::WaitMatrix<1>();
+      Pin(score);
 
       const WideScores<T, kRowTile> scores(p, rows, step.x);
       typename WideScores<T, kRowTile>::Fragments weights, gradients;
@@ -114,15 +91,13 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       }
       attention::CommitMatrix();
       start_gradient(grad_k, gradients, shared.queries(turn.stage));
-      if (kEarly) start_step(steps + 1, n + 1 < num_steps);
-      attention::WaitMatrix<kEarly ? 2 : 1>();
+      attention::WaitMatrix<1>();
       Pin(grad_v);
       Pin(grad_q);
       Release(shared.grad_out_empty(turn.stage));
       HandOverSums<kHalfColumns / 2>(shared, steps, group, grad_q);
       attention::WaitMatrix<0>();
       Pin(grad_k);
-      if (kEarly) Pin(score);
       Release(shared.queries_empty(turn.stage));
     }
     const auto item = LoadShared<WideItem>(shared.item());

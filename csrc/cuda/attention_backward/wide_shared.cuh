@@ -53,9 +53,8 @@ constexpr int WideKeyTile(int dims) { return dims > 128 ? 64 : 128; }
 template <int kDims>
 struct WideShape {
   static constexpr int kKeyTile = WideKeyTile(kDims);
-  // Of queries, and of weights and the scores' gradients.
-  static constexpr int kStages = kDims > 64 ? 2 : 3;
-  static constexpr int kGradOutStages = kDims > 128 ? 1 : kStages;
+  static constexpr int kStages = 2;  // of queries, and of weights and the scores' gradients
+  static constexpr int kGradOutStages = kDims > 128 ? 1 : 2;
   static constexpr int kBlocks = kDims / kBlockColumns;
   static constexpr int kKeyBlockBytes = kKeyTile * kRowBytes;
   static constexpr int kKeyBytes = kBlocks * kKeyBlockBytes;      // of keys; the same of values
