@@ -134,21 +134,22 @@ def _on_platform(call: Call, platform: Platform, *operands: jax.Array) -> list[j
     if needs.workspace_bytes:
         (workspace,) = operation.of_kind("workspace")
         results.append((workspace, Aval((needs.workspace_bytes,), native_calls.WORKSPACE_DTYPE)))
-    if platform.fence_updates:
+    if platform.fence:
         arrays |= _fenced({field: arrays[field] for field in call.updated_fields})
     attributes = {**_binding(call, arrays, results), **_scalars(call, platform)}
     aliases = {operand: len(call.results) + i for i, operand in enumerate(call.updates)}
     target = f"flashxla_{call.op.native}"
     got = _ffi_call(target, [aval for _, aval in results], list(arrays.values()), attributes, aliases)[:kept]
-    if platform.fence_updates and call.updates:
+    if platform.fence:
         got = list(_fenced(dict(enumerate(got))).values())
     return got
 
 
 def _fenced(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
-    """Out of reach of XLA:GPU's fusion of custom calls with slices.
+    """Out of reach of XLA:GPU's fusion of custom calls with slices (XLA of jaxlib 0.11).
 
-    Of K and V that are slices of one tensor it makes a cyclic program ("A cycle is detected", XLA of jaxlib 0.11).
+    Of K and V that are slices of one tensor it makes a cyclic program ("A cycle is detected"). A call whose results
+    become slices of others, as what scan saves for the backward pass, runs twice where they are read elsewhere, too.
     """
     return dict(zip(arrays, jax.lax.optimization_barrier(list(arrays.values())), strict=True))
 

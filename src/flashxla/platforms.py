@@ -15,7 +15,7 @@ class Platform:
     torch_key: the dispatch key of PyTorch's tensors; torch_device: their device type.
     jax_lowering: JAX's name of it in lowering; jax_backend: of its backend; jax_registry: in the registry of handlers.
     torch_xla_device: PJRT_DEVICE of PyTorch/XLA.
-    fence_updates: a custom call that updates operands must be kept apart from slices (jax_calls).
+    fence: custom calls must be kept apart from slices of what they update and return (jax_calls).
     """
 
     name: str
@@ -26,7 +26,7 @@ class Platform:
     jax_backend: str
     jax_registry: str
     torch_xla_device: str
-    fence_updates: bool = False
+    fence: bool = False
     packages: tuple[str, ...] = ()
 
 
@@ -49,7 +49,7 @@ CUDA = Platform(
     jax_backend="gpu",
     jax_registry="CUDA",
     torch_xla_device="CUDA",
-    fence_updates=True,
+    fence=True,
     packages=("flashxla-cuda13", "flashxla-cuda12"),
 )
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA)}

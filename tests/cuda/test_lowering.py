@@ -95,6 +95,38 @@ def test_write_and_attend_stays_aliased(library: native.Library) -> None:
     assert len(plans) == 1
 
 
+def loss(x: Any, weights: Any) -> Any:
+    """Of layers in a scan: it stacks what they save for the backward pass."""
+    offsets = jnp.array([0, 40, 100], jnp.int32)
+
+    def layer(x: Any, weight: Any) -> Any:
+        q = (x @ weight).reshape(100, 2, D)
+        out = fx.flash_attn_varlen_func(q, q, q, 60, offsets, 60, offsets, causal=True)
+        return x + out.reshape(x.shape), None
+
+    return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32))
+
+
+LOSS = (
+    jax.ShapeDtypeStruct((100, 2 * D), jnp.bfloat16),
+    jax.ShapeDtypeStruct((3, 2 * D, 2 * D), jnp.bfloat16),
+)
+
+
+def test_results_are_fenced(library: native.Library) -> None:
+    """XLA:GPU would run a call whose results are stacked twice."""
+    text = jax.jit(jax.grad(loss)).trace(*LOSS).lower(lowering_platforms=("cuda",)).as_text()
+    (attention,) = calls(text, "flashxla_attention")
+    name = attention.split(":")[0].split(" ")[0]
+    assert re.search(rf"optimization_barrier {name}#0, {name}#1 :", text)  # out and the LSE
+
+
+def test_scan_calls_once(jax: Any, library: native.Library) -> None:
+    text = jax.jit(jax.grad(loss)).lower(*LOSS).compile().as_text()
+    for target in ("flashxla_attention", "flashxla_attention_backward"):
+        assert text.count(f'custom_call_target="{target}"') == 1
+
+
 def test_other_masks_are_other_plans(library: native.Library) -> None:
     def function(query: Any, caches: Any, slots: Any, *meta: Any) -> Any:
         (cache,) = caches

@@ -18,6 +18,7 @@ from tests.ops.engines import call_of, check, check_twice, served_by
 
 PREFILL = ((48, 48), (130, 200), (1, 40), (129, 129))
 LONG = ((260, 300), (64, 500))
+TILES = ((192, 192), (193, 400), (385, 385), (64, 300), (65, 65), (257, 700))  # around the ends of q tiles
 ODD = ((100, 30), (60, 0), (0, 9), (47, 47), (128, 128))  # more queries than keys, no keys, no queries
 SHORT = ((20, 60), (33, 33), (47, 150))  # too many rows for swap and split, too few queries for wide
 DECODE = ((1, 1), (1, 400), (1, 65), (1, 64))
@@ -45,6 +46,9 @@ ENGINES = [
     (Case(LONG, dim=128, dtype="bf16", page=128), "swap", "wide"),
     (Case(ODD, dim=128, dtype="bf16", page=16), "swap", "wide"),
     (Case(ODD, dim=64, dtype="f16", causal=False, sinks="f16"), "swap", "wide"),
+    *((Case(TILES, dim=d, dtype="bf16"), "swap", "wide") for d in (40, 64, 128)),
+    (Case(TILES, dim=64, dtype="f16", page=16, window=(150, -1), leftpad=True), "swap", "wide"),
+    (Case(TILES, dim=64, dtype="bf16", window=(30, 70), causal=False, sinks="f32"), "swap", "wide"),
     # wide: heads, masks, scores
     (Case(PREFILL, heads=(8, 1), dim=128, dtype="bf16"), "swap", "wide"),
     (Case(PREFILL, heads=(3, 3), dim=64, dtype="f16", page=16), "swap", "wide"),
@@ -59,6 +63,8 @@ ENGINES = [
     (Case(LONG, dim=128, dtype="bf16", window=(130, 2), page=16, leftpad=True), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", causal=False), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0), "swap", "wide"),
+    (Case(TILES, dim=128, dtype="bf16", softcap=5.0), "swap", "wide"),
+    (Case(TILES, dim=64, dtype="f16", softcap=3.0, page=16, leftpad=True), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0, scale=0.0), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="f16", softcap=3.0, scale=-0.2, sinks="f32"), "swap", "wide"),
     (Case(PREFILL, dim=64, dtype="bf16", scale=0.0), "swap", "wide"),

@@ -45,6 +45,7 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.few_chunks = choice.few_chunks;
   plan.num_few_blocks = choice.num_few_blocks;
   plan.few_q_tile_rows = choice.few_q_tile_rows;
+  plan.many_q_tile_tokens = choice.many_q_tile_tokens;
   return plan;
 }
 

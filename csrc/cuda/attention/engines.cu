@@ -51,6 +51,8 @@ Choice ChooseEngines(const Facts& facts) {
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }
+  choice.many_q_tile_tokens =
+      choice.engines[kMany] == &kWideEngine ? WideQTileTokens(facts.problem) : kManyQTileTokens;
   if (choice.engines[kFew] != nullptr) {
     Problem p = facts.problem;
     const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;

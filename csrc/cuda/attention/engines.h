@@ -48,6 +48,8 @@ const char* WhyNoTensorCores(const Problem& problem);
 // promised; otherwise for those of at most MaxFewRows rows.
 bool AreFewStepsCountable(const Facts& facts, bool any_length);
 
+// Query tokens of a q tile of the engine wide: at least kManyQTileTokens.
+int WideQTileTokens(const Problem& problem);
 // How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
 int NumFewBlocks(const Problem& problem);
 // Its workspace.
@@ -62,6 +64,7 @@ struct Choice {
   bool few_combines;                 // the engine for few queries needs no LaunchCombine
   int num_few_blocks;
   int few_q_tile_rows;
+  int many_q_tile_tokens;
 
   const Engine& Of(Role role) const { return *engines[engines[role] ? role : kRest]; }
 };

@@ -35,7 +35,6 @@ struct Shared {
   int32_t few_starts[kMaxKept];
   LongSequence kept_long[kMaxKeptLong];
   int32_t cost[kMaxSorted];
-  unsigned unsound;  // which of the sequences that CheckTables looks at have an unsound page
 };
 
 struct SequenceTable {
@@ -213,62 +212,74 @@ __device__ void ForEachLong(const LongList& list, Body&& body) {
   }
 }
 
-__device__ int ManyTiles(int role, int num_queries) {
-  return role == kMany ? (num_queries + kManyQTileTokens - 1) / kManyQTileTokens : 0;
+__device__ int ManyTiles(const PlanProblem& p, int role, int num_queries) {
+  return role == kMany ? (num_queries + p.many_q_tile_tokens - 1) / p.many_q_tile_tokens : 0;
+}
+
+// Whether the table has an unsound page among a sequence's first `pages`; this thread looks at
+// pages first, first + step, ...
+__device__ bool HasUnsoundPage(const BlockTable& table, int index, unsigned pages, unsigned first,
+                               unsigned step) {
+  constexpr int kAtOnce = 8;  // loads that overlap
+  bool unsound = false;
+#pragma unroll 1
+  for (unsigned base = first; base < pages; base += kAtOnce * step) {
+    int block[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const unsigned page = base + i * step;
+      block[i] = page < pages ? Entry(table, index, static_cast<int>(page)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) unsound |= !IsSound(table, block[i]);
+  }
+  return unsound;
 }
 
 // The engine for many queries does not check page numbers: a sequence with an unsound page gets the
 // role kRest. (The cache has pages; without any, the engine does not serve the call.)
-__device__ void CheckTables(const PlanProblem& p, Shared& shared, const LongList& list) {
-  constexpr int kAtOnce = 8;  // sequences at once, so that their loads overlap
+__device__ void CheckTables(const PlanProblem& p, const LongList& list) {
+  constexpr int kMaxOfWarp = 4096;  // a warp checks a sequence of so many pages, else all threads
   const BlockTable& table = p.index.block_table;
-  if (threadIdx.x == 0) shared.unsound = 0;
-  __syncthreads();
+  auto pages_of = [&](const LongSequence& s) {
+    return s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
+  };
+  bool more = false;
 #pragma unroll 1
-  for (int base = 0; base < list.size; base += kAtOnce) {
-    bool more = true;
-    unsigned unsound = 0;  // the sequences of which this thread has seen such a page
-#pragma unroll 1
-    for (int page = threadIdx.x; more; page += kThreads) {
-      more = false;
-      int block[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        block[n] = 0;
-        if (base + n >= list.size) continue;
-        const LongSequence s = list[base + n];
-        const int pages = s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
-        if (page < pages) block[n] = Entry(table, s.index, page);
-        more |= page - static_cast<int>(threadIdx.x) + kThreads < pages;
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) unsound |= !IsSound(table, block[n]) << n;
+  for (int n = threadIdx.x / 32; n < list.size; n += kWarps) {
+    const LongSequence s = list[n];
+    const int lane = threadIdx.x & 31, pages = pages_of(s);
+    if (pages > kMaxOfWarp) {
+      more = true;
+    } else if (__any_sync(kAllLanes, HasUnsoundPage(table, s.index, pages, lane, 32))) {
+      __syncwarp();
+      if (lane == 0) list.SetRole(n, kRest);
     }
-    // Most rounds touch no shared memory, so that no warp can meet there what one of the next round
-    // has found.
-    if (!__syncthreads_or(unsound)) continue;
-    if (unsound) atomicOr(&shared.unsound, unsound);
-    __syncthreads();
-    if (threadIdx.x < kAtOnce && (shared.unsound >> threadIdx.x) & 1) {
-      list.SetRole(base + threadIdx.x, kRest);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) shared.unsound = 0;  // before the next round's barrier
   }
+  if (!__syncthreads_or(more)) return;
+#pragma unroll 1
+  for (int n = 0; n < list.size; ++n) {
+    const LongSequence s = list[n];
+    const int pages = pages_of(s);
+    if (pages <= kMaxOfWarp) continue;
+    const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, kThreads);
+    if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, kRest);
+  }
+  __syncthreads();
 }
 
 // Lists the q tiles of many queries, sequence by sequence.
 __device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int2* tiles) {
   auto list_tiles = [&](const LongSequence& l, int first, int step) {
     const PlannedSequence s = list.sequences.Get(l.index);
-    const int count = ManyTiles(l.role, l.num_queries);
+    const int count = ManyTiles(p, l.role, l.num_queries);
 #pragma unroll 1
     for (int t = first; t < count; t += step) {
       // Last tile first, since it sees the most keys: this matters if the list stays unsorted.
       const int tile = count - 1 - t, place = l.first_tile + t;
       tiles[place] = make_int2(l.index, tile);
-      const int first_query = tile * kManyQTileTokens;
-      const int last_query = min(first_query + kManyQTileTokens, s.num_queries) - 1;
+      const int first_query = tile * p.many_q_tile_tokens;
+      const int last_query = min(first_query + p.many_q_tile_tokens, s.num_queries) - 1;
       const KeyRange keys = VisibleKeys(s, p.window, first_query, last_query);
       if (place < kMaxSorted) shared.cost[place] = max(keys.end - keys.begin, 0);
     }
@@ -371,7 +382,7 @@ __device__ int CountRest(const PlanProblem& p, Scan& scan, const SequenceTable& 
 }
 
 // Fills in first_tile of the sequences of role kMany. Returns the number of their q tiles.
-__device__ int CountMany(Scan& scan, const LongList& long_list) {
+__device__ int CountMany(const PlanProblem& p, Scan& scan, const LongList& long_list) {
   const int thread = threadIdx.x;
   int num_many = 0, total;
 #pragma unroll 1
@@ -380,7 +391,7 @@ __device__ int CountMany(Scan& scan, const LongList& long_list) {
     int tiles = 0;
     if (n < long_list.size) {
       const LongSequence l = long_list[n];
-      tiles = ManyTiles(l.role, l.num_queries);
+      tiles = ManyTiles(p, l.role, l.num_queries);
     }
     const int before = scan.Exclusive(tiles, &total);
     if (tiles > 0) long_list.SetFirstTile(n, num_many + before);
@@ -419,10 +430,10 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   if (long_list.size > 0) MarkLong(long_list, token_sequence);
   if (p.all_few) return;
   __syncthreads();
-  if (p.use_many && index.block_table.data) CheckTables(p, shared, long_list);
+  if (p.use_many && index.block_table.data) CheckTables(p, long_list);
 
   const int num_rest = CountRest(p, scan, sequences, rest_starts);
-  const int num_many = CountMany(scan, long_list);
+  const int num_many = CountMany(p, scan, long_list);
   if (thread == 0) {
     rest_starts[index.num_sequences] = num_rest;
     p.plan[PlanLayout::kTotals + kRest] = num_rest;

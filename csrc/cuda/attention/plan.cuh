@@ -26,7 +26,7 @@ constexpr int kNumRoles = 4;
 
 constexpr int kFewKvTileKeys = 64;
 constexpr int kSplitQTileRows = 16, kSwapQTileRows = 128;  // at most: see few_q_tile_rows
-constexpr int kManyQTileTokens = 128;                      // of one query head
+constexpr int kManyQTileTokens = 128;  // of one query head; at least: see many_q_tile_tokens
 constexpr int kRestQTileRows = 64;
 
 // A sequence has few queries if it has at most this many rows per KV head. A single query token
@@ -144,8 +144,9 @@ struct PlanProblem {
   bool few_chunks;  // it also takes chunks of queries that see many keys: see IsFewChunk
   bool use_many;    // the role kMany has an engine of its own
   bool want_slots;
-  int32_t num_few_blocks;   // per KV head
-  int32_t few_q_tile_rows;  // rows of a q tile of few queries
+  int32_t num_few_blocks;      // per KV head
+  int32_t few_q_tile_rows;     // rows of a q tile of few queries
+  int32_t many_q_tile_tokens;  // query tokens of a q tile of many queries
   int32_t* plan;
 
   __host__ __device__ PlanLayout layout() const {

@@ -1,8 +1,8 @@
-// wide: many queries on Hopper. A thread block computes q tiles of 128 query tokens of one head.
+// wide: many queries on Hopper. A thread block computes q tiles of one head.
 // The producer warps load by TMA (wide_load.cuh), or row by row where pages are small
-// (wide_gather.cuh), and convert fp8 keys (wide_fp8.cuh). Two consumer
-// warpgroups, of 64 rows each, multiply: they overlap the scores of the next kv tile with the
-// softmax and values of the last.
+// (wide_gather.cuh), and convert fp8 keys (wide_fp8.cuh). Two or three consumer
+// warpgroups, of 64 query tokens each, multiply: they overlap the scores of the next kv tile with
+// the softmax and values of the last.
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -14,8 +14,6 @@
 
 namespace flashxla::attention {
 namespace {
-
-[[maybe_unused]] constexpr int kConsumerWarps = 8;
 
 #if defined(FLASHXLA_HOPPER)
 
@@ -161,9 +159,8 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
 
 // Normalizes and writes rows row0 and row0 + 8 of a q tile.
 template <typename T, int kDims, int kLift>
-__device__ void StoreRows(const WideProblem& w, const WideTile& tile, int kv_head, int row0,
+__device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, int row0,
                           const RowState& rows, float scale, const float (&out)[kDims / 2]) {
-  const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
   constexpr float kLower = 1.f / (1 << kLift);
   const float value_scale = p.ValueScale(tile.index, kv_head) * kLower;
@@ -173,33 +170,19 @@ __device__ void StoreRows(const WideProblem& w, const WideTile& tile, int kv_hea
     row_sum += __shfl_xor_sync(kAllLanes, row_sum, 1);
     row_sum += __shfl_xor_sync(kAllLanes, row_sum, 2);
     const int query = tile.first_query + row0 + 8 * r;
-    const bool exists = query < tile.s.num_queries;
+    if (query > tile.s.num_queries - 1) continue;
     const int token = tile.s.first_query + query;
     const float2 end = FinishRow(rows.row_max[r] * scale, row_sum * kLower, p.Sink(tile.head));
-    if (exists && lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
+    if (lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
     const float whole = end.x * value_scale;
     T* to = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token +
             tile.head * p.out.stride_head;
 #pragma unroll
-    for (int i = 0; i < kDims / 8; i += 4) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* x = &out[(i + j) * 4 + 2 * r];
-        pairs[j] = Pack<T>(x[0] * whole, x[1] * whole);
-      }
-      if (w.out_vectors) {
-        Transpose4(pairs);
-        const int d = (i + lane % 4) * 8;
-        if (exists && d < p.head_size) {
-          *reinterpret_cast<uint4*>(to + d) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int d = (i + j) * 8 + lane % 4 * 2;
-          if (exists && d < p.head_size) *reinterpret_cast<uint32_t*>(to + d) = pairs[j];
-        }
+    for (int i = 0; i < kDims / 8; ++i) {
+      const int d = i * 8 + lane % 4 * 2;
+      if (d < p.head_size) {
+        *reinterpret_cast<uint32_t*>(to + d) =
+            Pack<T>(out[i * 4 + 2 * r] * whole, out[i * 4 + 2 * r + 1] * whole);
       }
     }
   }
@@ -227,7 +210,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
 
-  WideTile tile(p);
+  WideTile tile(p, S::kQTileTokens);
   while (tile.Next(p)) {
     const PlannedSequence& s = tile.s;
     const int kv_head = tile.head / p.group_size;
@@ -252,7 +235,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
           Matrix<Product, kKeys>::Scores(
               score,
               MatrixDescriptor(shared.queries(queries.stage) +
-                                   block * kManyQTileTokens * kWideRowBytes +
+                                   block * S::kQTileTokens * kWideRowBytes +
                                    group * 64 * kWideRowBytes + step,
                                0),
               b, k > 0);
@@ -279,7 +262,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       if (low == 0 && high == kKeys) return;
       const int missing = low + kKeys - high;
       constexpr int kVectors = kWideRowBytes / 16;
-      for (int i = thread; i < missing * kVectors * S::kBlocks; i += 2 * kWarpgroupThreads) {
+      for (int i = thread; i < missing * kVectors * S::kBlocks; i += S::kConsumerThreads) {
         int key = i / kVectors % missing;
         if (key >= low) key += high - low;
         const int block = i / kVectors / missing;
@@ -288,7 +271,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
       }
       FenceProxy();
-      SyncNamed(kZeroBarrier, 2 * kWarpgroupThreads);
+      SyncNamed(kZeroBarrier, S::kConsumerThreads);
     };
     auto release = [&](uint32_t barrier) {
       if (lane == 0) Arrive(barrier);
@@ -317,10 +300,24 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       for (int k = 0; k < kDimSteps; ++k) {
         const int chunk = k % 4 * 2 + lane / 16;
         LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
-                                         k / 4 * kManyQTileTokens * kWideRowBytes +
+                                         k / 4 * S::kQTileTokens * kWideRowBytes +
                                          row * kWideRowBytes + (chunk ^ row % 8) * 16);
       }
       release(shared.queries_empty(queries.stage));
+    }
+    if constexpr (S::kConsumers > 2) {
+      // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them.
+      const int group_query = tile.first_query + group * 64;
+      const int last_query = min(group_query + 63, s.num_queries - 1);
+      const int end = group_query < s.num_queries ? p.Visible(s, last_query).end : 0;
+      for (; n >= first && n * kKeys >= end; --n) {
+        WaitBarrier(shared.keys_full(keys.stage), keys.parity);
+        release(shared.keys_empty(keys.stage));
+        keys.Next();
+        wait_values(n);
+        release(shared.values_empty(values.stage));
+        values.Next();
+      }
     }
     if (n >= first) {
       WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -370,7 +367,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     }
     queries.Next();
 
-    StoreRows<Out, kDims, kLift>(w, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
+    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
                                  out);
   }
 }
@@ -392,7 +389,7 @@ __global__ void __launch_bounds__(WideShape<kDims, kKind>::kThreads, 1)
     PrefetchMap(&w.q);
     PrefetchMap(&w.k);
     PrefetchMap(&w.v);
-    shared.InitBarriers(kConsumerWarps, w.gathers);
+    shared.InitBarriers(w.gathers);
   }
   __syncthreads();
   if (threadIdx.x < S::kProducerThreads) {
@@ -446,10 +443,9 @@ bool Launch(const Problem& p, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
-  w.out_vectors = AreVectors(p.out, p.out_dtype);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
-  if (!MapQueries(p, S::kBlockColumns, kManyQTileTokens, &w.q) ||
+  if (!MapQueries(p, S::kBlockColumns, S::kQTileTokens, &w.q) ||
       !MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
     return false;
@@ -460,16 +456,19 @@ bool Launch(const Problem& p, cudaStream_t stream) {
   return true;
 }
 
+// Whether 16-bit keys are WideKeys::kPlain.
+bool IsPlain(const Problem& p) {
+  return p.alibi_slopes.data == nullptr && KeysOfBox(p, kWideLeastBoxKeys) == kWideLeastBoxKeys;
+}
+
 flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
   bool launched = false;
   WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
     using Out = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
     if constexpr (!decltype(is_fp8)::value) {
-      const bool plain =
-          p.alibi_slopes.data == nullptr && KeysOfBox(p, kWideLeastBoxKeys) == kWideLeastBoxKeys;
-      launched = plain ? Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream)
-                       : Launch<Out, Out, kDims, WideKeys::kOther>(p, stream);
+      launched = IsPlain(p) ? Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream)
+                            : Launch<Out, Out, kDims, WideKeys::kOther>(p, stream);
     } else if (!IsFp8(p.q_dtype)) {
       launched = Launch<Out, Out, kDims, WideKeys::kWidened>(p, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
@@ -481,6 +480,11 @@ flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int WideQTileTokens(const Problem& p) {
+  const bool plain = !IsFp8(p.kv_dtype) && IsPlain(p);
+  return 64 * WideConsumers(DimsBucket(p.head_size), plain ? WideKeys::kPlain : WideKeys::kOther);
+}
 
 const Engine kWideEngine = {
     "wide", "Hopper tensor cores (wgmma), TMA", kMany, WhyNotWide, nullptr, LaunchWide};

@@ -67,7 +67,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
     if (older != 0) finish(older);
     older = newer, newer = full;
   };
-  WideTile tile(p);
+  WideTile tile(p, S::kQTileTokens);
   while (tile.Next(p)) {
     if (threadIdx.x < 32) LoadQueryTile(w, shared, tile, queries);
     const WideRows<S> rows(p, tile);

@@ -26,6 +26,10 @@ enum class WideKeys {
   kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
 };
 
+constexpr int WideConsumers(int dims, WideKeys kind) {
+  return dims <= 64 && kind == WideKeys::kPlain ? 3 : 2;
+}
+
 template <int kDims, WideKeys kKind>
 struct WideShape {
   static constexpr bool kFp8 = kKind == WideKeys::kFp8;
@@ -34,6 +38,12 @@ struct WideShape {
   static constexpr bool kAlibi = kKind != WideKeys::kPlain;
   static constexpr bool kGathers = kKind == WideKeys::kOther;
   static constexpr int kKeys = WideKvTileKeys(kDims);
+  // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
+  // hides what the other two wait for.
+  static constexpr int kConsumers = WideConsumers(kDims, kKind);
+  static constexpr int kQTileTokens = 64 * kConsumers;
+  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   // To widen takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = kKind == WideKeys::kWidened && kDims <= 128;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
@@ -43,11 +53,11 @@ struct WideShape {
   // Of values: they are in use for shorter.
   static constexpr int kValueStages =
       kKind == WideKeys::kWidened && kDims <= 128 ? kStages - 1 : kStages;
-  static constexpr int kQueryStages = 1;
+  static constexpr int kQueryStages = kConsumers > 2 ? 2 : 1;
   // Keeps queries in registers, so that matrix instructions do not read them from shared memory
   // each time.
-  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kManyProducers;
-  static constexpr int kQueryBytes = kManyQTileTokens * kBlocks * kWideRowBytes;
+  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kManyProducers && kConsumers == 2;
+  static constexpr int kQueryBytes = kQTileTokens * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
   static constexpr int kValueBytes = kFp8 ? kDims * kWideRowBytes : kKeyBytes;
@@ -57,7 +67,7 @@ struct WideShape {
   static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
   static constexpr int kRawStages = kDirect ? 0 : 2;
   static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
-  static constexpr int kThreads = kProducerThreads + 2 * kWarpgroupThreads;
+  static constexpr int kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kBarrierBytes = 8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages);
   // Aligning the stages may take up to 1 KB.
@@ -65,16 +75,18 @@ struct WideShape {
                                 kValueStages * kValueBytes + kRawStages * kRawBytes + kBarrierBytes;
   // Of a thread: together what all threads have at the start.
   static constexpr int kProducerRegisters = kManyProducers ? 48 : kAlibi ? 40 : 24;
-  static constexpr int kConsumerRegisters = kManyProducers ? 208 : kAlibi ? 232 : 240;
+  static constexpr int kConsumerRegisters = kConsumers > 2   ? 160
+                                            : kManyProducers ? 208
+                                            : kAlibi         ? 232
+                                                             : 240;
   static_assert(kBytes <= 227 * 1024);
 };
 
 struct WideProblem {
   CUtensorMap q, k, v;
   Problem p;
-  int box_keys;      // keys per TMA box, which lies in one page
-  bool gathers;      // plain keys: threads copy them, not TMA
-  bool out_vectors;  // strides and addresses allow 16-byte stores
+  int box_keys;  // keys per TMA box, which lies in one page
+  bool gathers;  // plain keys: threads copy them, not TMA
 };
 
 // The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
@@ -84,7 +96,8 @@ struct WideTile {
   int index, head, first_query, begin, end;
   PlannedSequence s;
 
-  __device__ explicit WideTile(const Problem& p) {
+  // tokens: of a q tile.
+  __device__ WideTile(const Problem& p, int tokens) : tokens_(tokens) {
     total_ = p.plan.totals[kMany] * p.num_heads;
     next_tile_ = TileOf(p, 0);
     next_ = p.plan.sequences[next_tile_.x];
@@ -96,19 +109,19 @@ struct WideTile {
     const int item = ItemOf(round_);
     if (item >= total_) return false;
     index = next_tile_.x, head = item % p.num_heads;
-    first_query = next_tile_.y * kManyQTileTokens;
+    first_query = next_tile_.y * tokens_;
     s = next_;
     next_tile_ = after_;
     next_ = p.plan.sequences[next_tile_.x];
     after_ = TileOf(p, ++round_ + 1);
     // Two calls, since a single one takes more registers.
     begin = p.Visible(s, first_query).begin;
-    end = p.Visible(s, min(first_query + kManyQTileTokens, s.num_queries) - 1).end;
+    end = p.Visible(s, min(first_query + tokens_, s.num_queries) - 1).end;
     return true;
   }
 
  private:
-  int round_ = 0, total_;
+  int tokens_, round_ = 0, total_;
   int2 next_tile_, after_;  // sequence and q tile of rounds round_ and round_ + 1
   PlannedSequence next_;
 
@@ -152,21 +165,21 @@ struct WideShared {
   __device__ uint32_t raw_full(int i) const { return queries_full(2 * S::kQueryStages + i); }
   __device__ uint32_t raw_empty(int i) const { return raw_full(S::kRawStages + i); }
 
-  // One thread must call it. consumers: how many warps read a stage.
-  __device__ void InitBarriers(int consumers, bool gathers) const {
+  // One thread must call it.
+  __device__ void InitBarriers(bool gathers) const {
     constexpr int kConverters = S::kConvertingWarps;
     const int plain = gathers ? kGatheringWarps : 1;
     for (int i = 0; i < S::kQueryStages; ++i) {
       InitBarrier(queries_full(i), 1);
-      InitBarrier(queries_empty(i), consumers);
+      InitBarrier(queries_empty(i), S::kConsumerWarps);
     }
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? 1 : kConverters);
-      InitBarrier(keys_empty(i), consumers);
+      InitBarrier(keys_empty(i), S::kConsumerWarps);
     }
     for (int i = 0; i < S::kValueStages; ++i) {
       InitBarrier(values_full(i), S::kDirect ? plain : kConverters);
-      InitBarrier(values_empty(i), consumers);
+      InitBarrier(values_empty(i), S::kConsumerWarps);
     }
     for (int i = 0; i < S::kRawStages; ++i) {
       InitBarrier(raw_full(i), 1);
@@ -196,7 +209,7 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   if (threadIdx.x % 32 == 0) {
     ArriveExpecting(full, S::kQueryBytes);
     for (int c = 0; c < S::kBlocks; ++c) {
-      LoadBox3(shared.queries(state.stage) + c * kManyQTileTokens * kWideRowBytes, &w.q, full,
+      LoadBox3(shared.queries(state.stage) + c * S::kQTileTokens * kWideRowBytes, &w.q, full,
                c * S::kBlockColumns, tile.head, tile.s.first_query + tile.first_query);
     }
   }
@@ -257,7 +270,7 @@ struct WideBoxes {
 template <typename S>
 __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> state;
-  WideTile tile(w.p);
+  WideTile tile(w.p, S::kQTileTokens);
   while (tile.Next(w.p)) LoadQueryTile(w, shared, tile, state);
 }
 
@@ -265,7 +278,7 @@ template <typename S, bool kValues>
 __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
   const int lane = threadIdx.x & 31;
   PipelineState<S::kStages> state;
-  WideTile tile(w.p);
+  WideTile tile(w.p, S::kQTileTokens);
   while (tile.Next(w.p)) {
     const WideBoxes<S::kKeys> boxes(w, tile);
     const int first = tile.begin / S::kKeys;
@@ -291,7 +304,7 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
-  WideTile tile(w.p);
+  WideTile tile(w.p, S::kQTileTokens);
   while (tile.Next(w.p)) {
     LoadQueryTile(w, shared, tile, queries);
     const WideBoxes<S::kKeys> boxes(w, tile);
