@@ -25,7 +25,8 @@ struct RowState {
   int diagonal;                  // position of the first of the two rows among the keys
 
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
-  __device__ RowState(const Problem& p, const WideTile& tile, int group, int row0) {
+  template <typename Tile>
+  __device__ RowState(const Problem& p, const Tile& tile, int group, int row0) {
     const PlannedSequence& s = tile.s;
     const int last_query = s.num_queries - 1;
     const int group_query = tile.first_query + group * 64;
@@ -48,7 +49,8 @@ struct ScoreRule {
   float scale, softcap, slope;
   bool negative;
 
-  __device__ ScoreRule(const Problem& p, const WideTile& tile, int kv_head) {
+  template <typename Tile>
+  __device__ ScoreRule(const Problem& p, const Tile& tile, int kv_head) {
     scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
     negative = scale < 0.f;
     scale = fabsf(scale);
@@ -84,15 +86,17 @@ __device__ inline void KeepAbove(float sum) {
 }
 
 // Turns scores into weights, 2^kLift times as large.
-template <int kColumns, int kLift, bool kAlibi>
-__device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, const ScoreRule& rule,
+template <typename S, int kLift>
+__device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, const ScoreRule& rule,
                               int first_key, float (&factor)[2]) {
+  constexpr int kColumns = S::kKeys;
+  constexpr bool kAlibi = S::kAlibi;
   const int lane = threadIdx.x & 31;
-  if (rule.negative) {
+  if (!S::kPlainScores && rule.negative) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) score[i] = -score[i];
   }
-  if (rule.softcap > 0.f) {
+  if (!S::kPlainScores && rule.softcap > 0.f) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) score[i] *= rule.softcap;
     if (first_key + kColumns > rows.end_all || first_key < rows.begin_all) {
@@ -158,8 +162,8 @@ __device__ void OnlineSoftmax(float (&score)[kColumns / 2], RowState& rows, cons
 }
 
 // Normalizes and writes rows row0 and row0 + 8 of a q tile.
-template <typename T, int kDims, int kLift>
-__device__ void StoreRows(const Problem& p, const WideTile& tile, int kv_head, int row0,
+template <typename T, int kDims, int kLift, typename Tile>
+__device__ void StoreRows(const Problem& p, const Tile& tile, int kv_head, int row0,
                           const RowState& rows, float scale, const float (&out)[kDims / 2]) {
   const int lane = threadIdx.x & 31;
   constexpr float kLower = 1.f / (1 << kLift);
@@ -210,7 +214,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
 
-  WideTile tile(p, S::kQTileTokens);
+  typename S::Tile tile(p);
   while (tile.Next(p)) {
     const PlannedSequence& s = tile.s;
     const int kv_head = tile.head / p.group_size;
@@ -328,7 +332,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       Pin(score);
       release(shared.keys_empty(keys.stage));
       keys.Next();
-      OnlineSoftmax<kKeys, kLift, S::kAlibi>(score, rows, rule, n * kKeys, factor);
+      OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
       pack_weights();
       for (--n; n >= first; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -341,7 +345,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         Pin(score);
         release(shared.keys_empty(keys.stage));
         keys.Next();
-        OnlineSoftmax<kKeys, kLift, S::kAlibi>(score, rows, rule, n * kKeys, factor);
+        OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
         if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
         WaitMatrix<0>();
         Pin(out);
@@ -456,9 +460,14 @@ bool Launch(const Problem& p, cudaStream_t stream) {
   return true;
 }
 
-// Whether 16-bit keys are WideKeys::kPlain.
-bool IsPlain(const Problem& p) {
-  return p.alibi_slopes.data == nullptr && KeysOfBox(p, kWideLeastBoxKeys) == kWideLeastBoxKeys;
+// Of 16-bit keys.
+WideKeys KindOf(const Problem& p) {
+  if (p.alibi_slopes.data != nullptr || KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys) {
+    return WideKeys::kOther;
+  }
+  const bool positive =
+      p.softmax_scale >= 0.f && p.q_descale.data == nullptr && p.k_descale.data == nullptr;
+  return positive && p.softcap <= 0.f ? WideKeys::kPlain : WideKeys::kScored;
 }
 
 flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
@@ -467,8 +476,10 @@ flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
     using Out = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
     if constexpr (!decltype(is_fp8)::value) {
-      launched = IsPlain(p) ? Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream)
-                            : Launch<Out, Out, kDims, WideKeys::kOther>(p, stream);
+      const WideKeys kind = KindOf(p);
+      launched = kind == WideKeys::kPlain    ? Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream)
+                 : kind == WideKeys::kScored ? Launch<Out, Out, kDims, WideKeys::kScored>(p, stream)
+                                             : Launch<Out, Out, kDims, WideKeys::kOther>(p, stream);
     } else if (!IsFp8(p.q_dtype)) {
       launched = Launch<Out, Out, kDims, WideKeys::kWidened>(p, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
@@ -481,9 +492,10 @@ flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
 
 }  // namespace
 
+// A plan is made without the softcap and the scales, on which this must not depend.
 int WideQTileTokens(const Problem& p) {
-  const bool plain = !IsFp8(p.kv_dtype) && IsPlain(p);
-  return 64 * WideConsumers(DimsBucket(p.head_size), plain ? WideKeys::kPlain : WideKeys::kOther);
+  return 64 *
+         WideConsumers(DimsBucket(p.head_size), IsFp8(p.kv_dtype) ? WideKeys::kWidened : KindOf(p));
 }
 
 const Engine kWideEngine = {

@@ -136,7 +136,7 @@ __device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
     if (lane == 0) Arrive(full), Arrive(shared.raw_empty(raw.stage));
     raw.Next();
   };
-  WideTile tile(w.p, S::kQTileTokens);
+  typename S::Tile tile(w.p);
   while (tile.Next(w.p)) {
     const int first = tile.begin / S::kKeys;
     for (int n = (tile.end + S::kKeys - 1) / S::kKeys - 1; n >= first; --n) {

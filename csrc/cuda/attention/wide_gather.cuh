@@ -16,10 +16,10 @@ struct WideRows {
   static constexpr int kCount = S::kKeys / kGatheringWarps;
   static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
   const Problem& p;
-  const WideTile& tile;
+  const typename S::Tile& tile;
   int first_row;  // in the kv tile
 
-  __device__ WideRows(const Problem& problem, const WideTile& q_tile)
+  __device__ WideRows(const Problem& problem, const typename S::Tile& q_tile)
       : p(problem), tile(q_tile), first_row(threadIdx.x / 32 * kCount) {}
 
   // The block and token of the lane's row in kv tile n; a block of -1 if that key does not exist.
@@ -67,7 +67,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
     if (older != 0) finish(older);
     older = newer, newer = full;
   };
-  WideTile tile(p, S::kQTileTokens);
+  typename S::Tile tile(p);
   while (tile.Next(p)) {
     if (threadIdx.x < 32) LoadQueryTile(w, shared, tile, queries);
     const WideRows<S> rows(p, tile);

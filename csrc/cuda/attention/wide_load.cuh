@@ -20,28 +20,80 @@ constexpr int WideKvTileKeys(int head_size) { return head_size > 128 ? 64 : 128;
 
 // How keys and values get from memory to the products.
 enum class WideKeys {
-  kPlain,    // 16 bit, as the queries: TMA loads them. Without ALiBi, which costs registers
+  kPlain,    // 16 bit, as the queries: TMA loads them. Scores are products times a number
+  kScored,   // likewise with a softcap, or a scale that may be negative
   kOther,    // likewise with ALiBi, or pages so small that threads copy them
   kWidened,  // fp8, under 16-bit queries: warps widen them to the queries' dtype
   kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
 };
 
+// The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
+// the most expensive ones, and every other round goes over the blocks backwards, so that all blocks
+// get similar shares. The next round's tile is fetched ahead.
+template <int kTokens>
+struct WideTile {
+  int index, head, first_query, begin, end;
+  PlannedSequence s;
+
+  __device__ explicit WideTile(const Problem& p) {
+    total_ = p.plan.totals[kMany] * p.num_heads;
+    next_tile_ = TileOf(p, 0);
+    next_ = p.plan.sequences[next_tile_.x];
+    after_ = TileOf(p, 1);
+  }
+
+  // Moves to the next tile; false if there are no more.
+  __device__ bool Next(const Problem& p) {
+    const int item = ItemOf(round_);
+    if (item >= total_) return false;
+    index = next_tile_.x, head = item % p.num_heads;
+    first_query = next_tile_.y * kTokens;
+    s = next_;
+    next_tile_ = after_;
+    next_ = p.plan.sequences[next_tile_.x];
+    after_ = TileOf(p, ++round_ + 1);
+    // Two calls, since a single one takes more registers.
+    begin = p.Visible(s, first_query).begin;
+    end = p.Visible(s, min(first_query + kTokens, s.num_queries) - 1).end;
+    return true;
+  }
+
+ private:
+  int round_ = 0, total_;
+  int2 next_tile_, after_;  // sequence and q tile of rounds round_ and round_ + 1
+  PlannedSequence next_;
+
+  __device__ int ItemOf(int round) const {
+    const int blocks = gridDim.x;
+    const int place = round % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
+    return round * blocks + place;
+  }
+  __device__ int2 TileOf(const Problem& p, int round) const {
+    const int item = ItemOf(round);
+    return item < total_ ? p.plan.many_tiles[item / p.num_heads] : make_int2(0, 0);
+  }
+};
+
 constexpr int WideConsumers(int dims, WideKeys kind) {
-  return dims <= 64 && kind == WideKeys::kPlain ? 3 : 2;
+  return dims <= 64 && (kind == WideKeys::kPlain || kind == WideKeys::kScored) ? 3 : 2;
 }
 
 template <int kDims, WideKeys kKind>
 struct WideShape {
   static constexpr bool kFp8 = kKind == WideKeys::kFp8;
   // What is loaded is what the products take.
-  static constexpr bool kDirect = kKind == WideKeys::kPlain || kKind == WideKeys::kOther;
-  static constexpr bool kAlibi = kKind != WideKeys::kPlain;
+  static constexpr bool kDirect = kKind != WideKeys::kWidened && kKind != WideKeys::kFp8;
+  // What the softmax has code for: ALiBi costs registers, and code between what all calls need
+  // costs time, though it is not executed.
+  static constexpr bool kPlainScores = kKind == WideKeys::kPlain;
+  static constexpr bool kAlibi = kKind != WideKeys::kPlain && kKind != WideKeys::kScored;
   static constexpr bool kGathers = kKind == WideKeys::kOther;
   static constexpr int kKeys = WideKvTileKeys(kDims);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
   static constexpr int kConsumers = WideConsumers(kDims, kKind);
   static constexpr int kQTileTokens = 64 * kConsumers;
+  using Tile = WideTile<kQTileTokens>;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   // To widen takes a warpgroup more than to load. Heads above 128 leave no registers for that.
@@ -87,53 +139,6 @@ struct WideProblem {
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
   bool gathers;  // plain keys: threads copy them, not TMA
-};
-
-// The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
-// the most expensive ones, and every other round goes over the blocks backwards, so that all blocks
-// get similar shares. The next round's tile is fetched ahead.
-struct WideTile {
-  int index, head, first_query, begin, end;
-  PlannedSequence s;
-
-  // tokens: of a q tile.
-  __device__ WideTile(const Problem& p, int tokens) : tokens_(tokens) {
-    total_ = p.plan.totals[kMany] * p.num_heads;
-    next_tile_ = TileOf(p, 0);
-    next_ = p.plan.sequences[next_tile_.x];
-    after_ = TileOf(p, 1);
-  }
-
-  // Moves to the next tile; false if there are no more.
-  __device__ bool Next(const Problem& p) {
-    const int item = ItemOf(round_);
-    if (item >= total_) return false;
-    index = next_tile_.x, head = item % p.num_heads;
-    first_query = next_tile_.y * tokens_;
-    s = next_;
-    next_tile_ = after_;
-    next_ = p.plan.sequences[next_tile_.x];
-    after_ = TileOf(p, ++round_ + 1);
-    // Two calls, since a single one takes more registers.
-    begin = p.Visible(s, first_query).begin;
-    end = p.Visible(s, min(first_query + tokens_, s.num_queries) - 1).end;
-    return true;
-  }
-
- private:
-  int tokens_, round_ = 0, total_;
-  int2 next_tile_, after_;  // sequence and q tile of rounds round_ and round_ + 1
-  PlannedSequence next_;
-
-  __device__ int ItemOf(int round) const {
-    const int blocks = gridDim.x;
-    const int place = round % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
-    return round * blocks + place;
-  }
-  __device__ int2 TileOf(const Problem& p, int round) const {
-    const int item = ItemOf(round);
-    return item < total_ ? p.plan.many_tiles[item / p.num_heads] : make_int2(0, 0);
-  }
 };
 
 #if defined(FLASHXLA_HOPPER)
@@ -203,7 +208,7 @@ struct PipelineState {
 // A warp loads the queries of a q tile.
 template <typename S>
 __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
-                              const WideTile& tile, PipelineState<S::kQueryStages>& state) {
+                              const typename S::Tile& tile, PipelineState<S::kQueryStages>& state) {
   const uint32_t full = shared.queries_full(state.stage);
   WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
   if (threadIdx.x % 32 == 0) {
@@ -217,15 +222,16 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   state.Next();
 }
 
-// The boxes of kv tiles of `kKeys` keys. A lane of a warp has one of each tile; where pages are
+// The boxes of kv tiles. A lane of a warp has one of each tile; where pages are
 // small, several.
-template <int kKeys>
+template <typename S>
 struct WideBoxes {
+  static constexpr int kKeys = S::kKeys;
   const WideProblem& w;
-  const WideTile& tile;
+  const typename S::Tile& tile;
   int kv_head, count;  // boxes of a kv tile
 
-  __device__ WideBoxes(const WideProblem& problem, const WideTile& q_tile)
+  __device__ WideBoxes(const WideProblem& problem, const typename S::Tile& q_tile)
       : w(problem),
         tile(q_tile),
         kv_head(q_tile.head / problem.p.group_size),
@@ -270,7 +276,7 @@ struct WideBoxes {
 template <typename S>
 __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> state;
-  WideTile tile(w.p, S::kQTileTokens);
+  typename S::Tile tile(w.p);
   while (tile.Next(w.p)) LoadQueryTile(w, shared, tile, state);
 }
 
@@ -278,9 +284,9 @@ template <typename S, bool kValues>
 __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
   const int lane = threadIdx.x & 31;
   PipelineState<S::kStages> state;
-  WideTile tile(w.p, S::kQTileTokens);
+  typename S::Tile tile(w.p);
   while (tile.Next(w.p)) {
-    const WideBoxes<S::kKeys> boxes(w, tile);
+    const WideBoxes<S> boxes(w, tile);
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = boxes.Locate(n, lane);
@@ -304,10 +310,10 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
-  WideTile tile(w.p, S::kQTileTokens);
+  typename S::Tile tile(w.p);
   while (tile.Next(w.p)) {
     LoadQueryTile(w, shared, tile, queries);
-    const WideBoxes<S::kKeys> boxes(w, tile);
+    const WideBoxes<S> boxes(w, tile);
     auto load_raw = [&](const CUtensorMap* map, int n, int2 place) {
       WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
       boxes.template Load<S::kRawBlocks, S::kRawColumns>(map, shared.raw(raw.stage),
