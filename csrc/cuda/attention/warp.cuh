@@ -22,22 +22,6 @@ __device__ inline int FindStart(const int32_t* starts, int n, int x) {
   }
 }
 
-// Lane i of four has element i of four vectors; afterwards it has vector i.
-__device__ inline void Transpose4(uint32_t (&x)[4]) {
-  const int lane = threadIdx.x & 3;
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool high = lane & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      uint32_t &a = x[i], &b = x[i + step];
-      const uint32_t other = __shfl_xor_sync(kAllLanes, high ? a : b, step);
-      (high ? a : b) = other;
-    }
-  }
-}
-
 }  // namespace flashxla::attention
 
 #endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WARP_CUH_

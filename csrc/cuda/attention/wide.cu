@@ -202,6 +202,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr int kDimSteps = kDims / kStepElements, kKeySteps = kKeys / kStepElements;
   // The warpgroups take turns at the tensor cores: one multiplies during the other's softmax.
   constexpr bool kTurns = kDims >= 128 && !S::kFp8;
+  static_assert(!kTurns || S::kConsumers == 2);
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1;

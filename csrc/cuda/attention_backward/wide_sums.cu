@@ -9,6 +9,22 @@ namespace {
 
 constexpr int kThreads = 2 * attention::kWarpgroupThreads;
 
+// Lane i of four has element i of four vectors; afterwards it has vector i.
+__device__ void Transpose4(uint32_t (&x)[4]) {
+  const int lane = threadIdx.x & 3;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool high = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t &a = x[i], &b = x[i + step];
+      const uint32_t other = __shfl_xor_sync(attention::kAllLanes, high ? a : b, step);
+      (high ? a : b) = other;
+    }
+  }
+}
+
 // A thread block per row tile and head. Each thread reads what a thread of wide's has added.
 template <typename T, int kDims>
 __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ Problem p) {
@@ -44,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ P
         pairs[j] = r == 0 ? attention::Pack<T>(x.x * scale, x.y * scale)
                           : attention::Pack<T>(x.z * scale, x.w * scale);
       }
-      attention::Transpose4(pairs);
+      Transpose4(pairs);
       const int d = group * kDims / 2 + (i + lane % 4) * 8;
       if (d < p.head_size && query + 8 * r < s.num_queries) {
         *reinterpret_cast<uint4*>(to + d) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
