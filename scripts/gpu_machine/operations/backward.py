@@ -7,11 +7,11 @@ library's. train: the kernels of a training step of benchmarks.train_step, by ti
 from __future__ import annotations
 
 import collections
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from statistics import median
+
+from tables import print_chosen
 
 LINES = 30
 # Heads, KV heads, head size, sequences, tokens.
@@ -141,15 +141,5 @@ def table_train() -> None:
 TABLES = {"time": table_time, "ab": table_ab, "train": table_train}
 
 
-def main() -> None:
-    """Print the tables that are asked for."""
-    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(TABLES):
-        raise SystemExit(__doc__)
-    for name in sys.argv[1:]:
-        begin = time.perf_counter()
-        TABLES[name]()
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_chosen(TABLES, __doc__)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from tables import print_chosen
 
 import flashxla.torch as fx
 
@@ -193,12 +193,7 @@ def main() -> None:
     """Print the tables that are asked for."""
     if sys.argv[1:2] == ["one"]:
         return one(sys.argv[2])
-    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(TABLES):
-        raise SystemExit(__doc__)
-    for name in sys.argv[1:]:
-        begin = time.perf_counter()
-        TABLES[name]()
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    print_chosen(TABLES, __doc__)
 
 
 if __name__ == "__main__":
