@@ -129,7 +129,11 @@ class _Repeat:
         else:
             self._prepared = torch_calls.prepare(op, platform, signature)
         given = [i for i, is_tensor in enumerate(op.is_tensor) if is_tensor and values[i] is not None]
-        self._tensors = _getter(given)
+        # The guards take each tensor once. One that is given twice, such as the offsets of both queries and keys, must
+        # be given for the same two arguments again.
+        first = {id(values[i]): i for i in reversed(given)}
+        self._same = [(first[id(values[i])], i) for i in given if first[id(values[i])] != i]
+        self._tensors = _getter(sorted(first.values()))
         self._others = _getter([i for i in range(len(values)) if i not in given])
         self._others_then = self._others(values)
         self._types = [*map(type, values)]  # 1 is equal to True and to 1.0, and not the same argument
@@ -146,6 +150,7 @@ class _Repeat:
         return (
             [*map(type, values)] == self._types
             and self._others(values) == self._others_then
+            and (not self._same or all(values[i] is values[j] for i, j in self._same))
             and self._guards.check(*self._tensors(values))
             and not (self._only_without_gradients and torch.is_grad_enabled())
             # Kernels are launched on the current device.

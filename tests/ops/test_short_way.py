@@ -88,6 +88,23 @@ def test_both_ways_are_one(frontend: TorchFrontend, taken: list[Any], call: str)
         assert taken
 
 
+def test_a_tensor_given_twice(frontend: TorchFrontend, taken: list[Any]) -> None:
+    """Offsets of queries that are those of keys, too: a call with two tensors is another one."""
+    values = arguments(frontend, "dense")
+    del values["cu_seqlens_k"]
+    same, other = (frontend.tensor(np.array(x, np.int32)) for x in ([0, 4, 6], [0, 5, 9]))
+    calls = [
+        {"cu_seqlens_q": same, "cu_seqlens_k": same},
+        {"cu_seqlens_q": same, "cu_seqlens_k": other},
+        {"cu_seqlens_q": frontend.tensor(np.array([0, 4, 6], np.int32)), "cu_seqlens_k": same},
+    ]
+    long = [outcome(frontend, "dense", values | offsets) for offsets in calls]
+    taken.clear()
+    for offsets, expected in zip(calls, long, strict=True):
+        assert_same(outcome(frontend, "dense", values | offsets), expected)
+    assert len(taken) == len(calls)
+
+
 MODES = {
     "plain": True,
     "no_grad": True,
