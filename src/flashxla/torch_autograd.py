@@ -8,6 +8,7 @@ torch.no_grad().
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,21 +89,36 @@ def _why_not(op: Op, values: torch_calls.Values) -> str:
     """Why this call has no gradients though its op has, or ""."""
     if op.vjp is None:
         return ""
-    metas = torch_calls.tensor_metas(op, torch_calls.signature(op, values))
-    return op.vjp.why_not({name: meta and torch_calls.aval(meta) for name, meta in metas.items()})
+    signature = torch_calls.signature(op, values)
+    try:
+        hash(signature)
+    except TypeError:  # torch.compile's symbols
+        return _reason.__wrapped__(op, signature)
+    return _reason(op, signature)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reason(op: Op, signature: torch_calls.Signature) -> str:
+    metas = torch_calls.tensor_metas(op, signature)
+    return _vjp_of(op).why_not({name: meta and torch_calls.aval(meta) for name, meta in metas.items()})
 
 
 def _attached(
     op: Op, overload: Any, keyset: Any, args: Sequence[Any], sources: Sequence[torch.Tensor]
 ) -> Any:
     """Run a call and make what it computes or updates a part of autograd's graph."""
-    names = [name for name, x in zip(op.names, args, strict=False) if any(x is source for source in sources)]
     values = (*args, *op.defaults[len(args) :])
     reason = _why_not(op, values)
-    message = _message(op, names, reason)
+
+    def message() -> str:
+        names = [
+            name for name, x in zip(op.names, args, strict=False) if any(x is source for source in sources)
+        ]
+        return _message(op, names, reason)
+
     if torch._C._are_functorch_transforms_active():  # torch.func.grad and its kin
         if op.vjp is None or reason:
-            raise NotImplementedError(message)
+            raise NotImplementedError(message())
         raise NotImplementedError(f"{op.asked}: torch.func has no backward pass of it; torch.autograd has")
 
     def run(*args: Any) -> Any:
@@ -113,7 +129,7 @@ def _attached(
     if op.vjp is not None and not reason:
         results = differentiable(op, run, values)
     elif op.results:
-        results = _Result.apply(lambda: run(*args), message, *sources)
+        results = _Result.apply(lambda: run(*args), message(), *sources)
     else:
         results = run(*args)
     constants = op.vjp.constants if op.vjp else ()
@@ -121,7 +137,7 @@ def _attached(
         # One at a time: PyTorch takes no function that updates several views.
         position = op.names.index(tensor.name)
         if tensor.name not in constants and position < len(args) and args[position] is not None:
-            _Update.apply(args[position], message, *sources)
+            _Update.apply(args[position], message(), *sources)
     return results
 
 
