@@ -8,7 +8,6 @@ torch.no_grad().
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,20 +84,9 @@ def _message(op: Op, names: Sequence[str], reason: str = "") -> str:
     )
 
 
-def _why_not(op: Op, values: torch_calls.Values) -> str:
+@torch_calls.kept
+def _why_not(op: Op, signature: torch_calls.Signature) -> str:
     """Why this call has no gradients though its op has, or ""."""
-    if op.vjp is None:
-        return ""
-    signature = torch_calls.signature(op, values)
-    try:
-        hash(signature)
-    except TypeError:  # torch.compile's symbols
-        return _reason.__wrapped__(op, signature)
-    return _reason(op, signature)
-
-
-@functools.lru_cache(maxsize=4096)
-def _reason(op: Op, signature: torch_calls.Signature) -> str:
     metas = torch_calls.tensor_metas(op, signature)
     return _vjp_of(op).why_not({name: meta and torch_calls.aval(meta) for name, meta in metas.items()})
 
@@ -108,7 +96,7 @@ def _attached(
 ) -> Any:
     """Run a call and make what it computes or updates a part of autograd's graph."""
     values = (*args, *op.defaults[len(args) :])
-    reason = _why_not(op, values)
+    reason = _why_not(op, values) if op.vjp else ""
 
     def message() -> str:
         names = [

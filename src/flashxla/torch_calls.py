@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 # what the call's program depends on.
 Values = tuple[Any, ...]
 Signature = tuple[Any, ...]
+Found = TypeVar("Found")
 
 # The types of tensors that have no way of their own, and what a short way returns for a call that cannot take it.
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
@@ -139,14 +140,25 @@ def check_devices(
             )
 
 
-_resolve_once = functools.lru_cache(maxsize=4096)(resolve)
+def kept(function: Callable[[Op, Signature], Found]) -> Callable[[Op, Values], Found]:
+    """function(op, signature) of a call's arguments, found out once for each signature of plain tensors.
+
+    Other types may have symbols for sizes, which have no hash.
+    """
+    once = functools.lru_cache(maxsize=4096)(function)
+
+    def of_call(op: Op, values: Values) -> Found:
+        return (once if type(values[0]) in PLAIN else function)(op, signature(op, values))
+
+    return of_call
+
+
+_resolve_once = kept(resolve)
 
 
 def check(op: Op, args: Values) -> None:
     """Raise what a call would raise about its arguments. Raises TypeError and ValueError."""
-    values = checked(op, args)
-    # Other types than plain tensors may have symbols for sizes, which have no hash.
-    (_resolve_once if type(values[0]) in PLAIN else resolve)(op, signature(op, values))
+    _resolve_once(op, checked(op, args))
 
 
 def empty_results(op: Op, call: Call, like: torch.Tensor) -> list[torch.Tensor]:

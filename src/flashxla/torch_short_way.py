@@ -150,7 +150,7 @@ class _Repeat:
         return (
             [*map(type, values)] == self._types
             and self._others(values) == self._others_then
-            and (not self._same or all(values[i] is values[j] for i, j in self._same))
+            and all([values[i] is values[j] for i, j in self._same])
             and self._guards.check(*self._tensors(values))
             and not (self._only_without_gradients and torch.is_grad_enabled())
             # Kernels are launched on the current device.

@@ -93,6 +93,7 @@ struct WideShape {
   // hides what the other two wait for.
   static constexpr int kConsumers = WideConsumers(kDims, kKind);
   static constexpr int kQTileTokens = 64 * kConsumers;
+  static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
   using Tile = WideTile<kQTileTokens>;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
