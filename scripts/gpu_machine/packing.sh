@@ -7,15 +7,19 @@ usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
 case ${1:-} in -h | --help) usage; exit 0 ;; esac
 no_arguments() { [ $# -eq 0 ] || { usage >&2; exit 2; }; }
 
+scratch() {
+  cd "$tools/../.."
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+}
+
 begin() {  # NAME
   local name=$1
-  cd "$tools/../.."
+  scratch
   pack=$(realpath -m "${PACK:-.gpu/$name}")
   # The tests come from HEAD, flashxla from the files as they are.
   [ -z "$(git status --porcelain)" ] || fail "commit first: a pack must be one commit's"
   mkdir -p "$pack"
-  work=$(mktemp -d)
-  trap 'rm -rf "$work"' EXIT
   cp "$tools/running.sh" "$tools/$name/run.sh" "$pack/"
   git log -1 --format='%H %s' > "$pack/commit.txt"
 }
@@ -62,4 +66,25 @@ install_own() {  # ENVIRONMENT BUILD_FOLDER PLUGIN MODULE SITE: flashxla with it
   rm -f "$site/.lock"
   diff -rq -x __pycache__ "$plugin/src/$module" "$site/$module"  # not an older build from a cache
   cuda_library "$site/flashxla/lib/libflashxla_cuda.so"
+}
+
+in_parts() {  # ARCHIVE...: one after the other, in three folders part0 to part2 of one size; all else that $pack has goes to part2
+  local i
+  cat "$@" > "$work/all"
+  split -n 3 -d -a 1 "$work/all" "$work/part_"
+  sha256sum < "$work/all" | cut -d' ' -f1 > "$pack/sum.txt"
+  rm -rf "$pack"/part?
+  mkdir "$pack"/part{0,1,2}
+  cp "$pack"/{run,running}.sh "$pack/part0/"
+  cp "$pack"/{run,running}.sh "$pack/part1/"
+  find "$pack" -maxdepth 1 -type f -exec mv -t "$pack/part2" {} +
+  for i in 0 1 2; do
+    mv "$work/part_$i" "$pack/part$i/"
+  done
+  du -sb "$pack"/part?
+}
+
+torch_archive() {  # the file of pack_torch.sh, for in_parts
+  [ -f .gpu/torch.tar.xz ] || fail "no .gpu/torch.tar.xz: pack_torch.sh BUNDLE makes it"
+  echo .gpu/torch.tar.xz
 }

@@ -11,6 +11,13 @@ LOGS=${LOGS:-$OUT}
 export DEVICE OUT PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 begun=$SECONDS failed=()
 
+# A pack in parts: `run.sh stash N` of part 0 and part 1 puts them where part 2 finds them.
+if [ "$1" = stash ]; then
+  mkdir -p "$WORK"
+  cp "$here/part_${2:?the number of the part}" "$WORK/" && ls -la "$WORK"
+  exit
+fi
+
 say() { echo "== $(date +%T) $*"; }
 left() { echo $((LIMIT - SECONDS + begun)); }
 
@@ -89,6 +96,23 @@ unpack_flashxla() {
   mv "$WORK/wheels/flashxla" "$RUN/src/flashxla" || return 1
   xz -dc "$here/cuda.xz" > "$RUN/src/flashxla/lib/libflashxla_cuda.so" || return 1
   export PYTHONPATH=$RUN/src:$WORK/wheels
+}
+
+# unpack_parts: what the three parts hold, into $WORK.
+unpack_parts() {
+  say unpack
+  cp "$here/part_2" "$WORK/" || return 1
+  [ "$(cat "$WORK"/part_[0-2] | sha256sum | cut -d' ' -f1)" = "$(cat "$here/sum.txt")" ] || { echo "parts are missing or broken: $(ls "$WORK")"; return 1; }
+  # Archives one after the other: -i goes on after the end of the first.
+  cat "$WORK"/part_[0-2] | xz -T0 -dc | tar -C "$WORK" -xif - || return 1
+  rm "$WORK"/part_[0-2]
+}
+
+# bundle_libraries: what PyTorch/XLA 2.9 of pack_torch.sh links to, its own and NVIDIA's of the machine.
+bundle_libraries() {
+  local site
+  site=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  export LD_LIBRARY_PATH=$WORK/bundle/lib:$(ls -d "$site"/nvidia/*/lib | paste -sd:)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 }
 
 machine() {
