@@ -19,27 +19,35 @@ struct Type {
 // The largest head size of every engine but the general one.
 constexpr int kMaxUsualHeadSize = 256;
 
-// The head size of the instance that serves a head size.
-inline int DimsBucket(int64_t head_size) {
-  return head_size <= 64 ? 64 : head_size <= 128 ? 128 : kMaxUsualHeadSize;
-}
+// The head sizes that have an instance, in ascending order.
+template <int... kSizes>
+struct HeadSizes {
+  // That of the instance that serves a head size; the last one for all above it.
+  static constexpr int Bucket(int64_t head_size) {
+    int bucket = 0;
+    ((bucket = bucket == 0 || bucket < head_size ? kSizes : bucket), ...);
+    return bucket;
+  }
+  // Calls body(integral_constant<int, kDims>).
+  template <typename Body>
+  static void With(int64_t head_size, Body&& body) {
+    const int bucket = Bucket(head_size);
+    ((bucket == kSizes ? body(std::integral_constant<int, kSizes>{}) : void()), ...);
+  }
+};
+
+using UsualHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize>;
+// Of the engines for prompts and training on Hopper, whose time goes with the head size.
+using WideHeadSizes = HeadSizes<64, 128, 192, kMaxUsualHeadSize>;
 
 // Calls body(Type<T>, integral_constant<int, kDims>, bool_constant<kFp8>). T is the dtype of 16-bit
-// outputs, kDims the head size's DimsBucket.
-template <typename Body>
+// outputs, kDims the head size's bucket.
+template <typename Sizes = UsualHeadSizes, typename Body>
 void WithInstance(int64_t out_dtype, int64_t head_size, bool fp8, Body&& body) {
-  auto with_dims = [&](auto t, auto is_fp8) {
-    switch (DimsBucket(head_size)) {
-      case 64:
-        return body(t, std::integral_constant<int, 64>{}, is_fp8);
-      case 128:
-        return body(t, std::integral_constant<int, 128>{}, is_fp8);
-      default:
-        return body(t, std::integral_constant<int, kMaxUsualHeadSize>{}, is_fp8);
-    }
-  };
   auto with_keys = [&](auto t) {
-    fp8 ? with_dims(t, std::true_type{}) : with_dims(t, std::false_type{});
+    Sizes::With(head_size, [&](auto dims) {
+      fp8 ? body(t, dims, std::true_type{}) : body(t, dims, std::false_type{});
+    });
   };
   out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}) : with_keys(Type<__nv_bfloat16>{});
 }

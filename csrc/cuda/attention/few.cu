@@ -24,7 +24,8 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length) {
 }
 
 int NumFewBlocks(const Problem& p) {
-  const int per_multiprocessor = FewBlocksEach(DimsBucket(p.head_size), p.few_q_tile_rows);
+  const int per_multiprocessor =
+      FewBlocksEach(UsualHeadSizes::Bucket(p.head_size), p.few_q_tile_rows);
   // Without a GPU, the most that any GPU gets: then the workspace is large enough for each.
   const int blocks =
       CurrentDevice() < 0 ? kMaxFewBlocks : NumMultiprocessors() * per_multiprocessor;

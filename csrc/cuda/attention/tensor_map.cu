@@ -88,8 +88,8 @@ const char* WhyNoCacheBoxes(const Problem& p, int least) {
 }
 
 int KeysOfBox(const Problem& p, int most) {
-  int keys = most;
-  if (p.block_table.data == nullptr) return keys;
+  if (p.block_table.data == nullptr) return most;
+  int keys = most & -most;
   while (p.block_table.block_size % keys != 0) keys /= 2;
   return keys;
 }

@@ -52,7 +52,7 @@ struct ScoreRule {
   template <typename Tile>
   __device__ ScoreRule(const Problem& p, const Tile& tile, int kv_head) {
     scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
-    negative = scale < 0.f;
+    negative = scale < 0.f;  // then it is the queries that are negated
     scale = fabsf(scale);
     // Neither is 0: 0 times the -inf of a masked score is NaN, and a softcap of 0 is none.
     constexpr float kLeast = 1e-30f;
@@ -92,11 +92,7 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
   constexpr int kColumns = S::kKeys;
   constexpr bool kAlibi = S::kAlibi;
   const int lane = threadIdx.x & 31;
-  if (!S::kPlainScores && rule.negative) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) score[i] = -score[i];
-  }
-  if (!S::kPlainScores && rule.softcap > 0.f) {
+  if (S::kSoftcap && rule.softcap > 0.f) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) score[i] *= rule.softcap;
     if (first_key + kColumns > rows.end_all || first_key < rows.begin_all) {
@@ -192,20 +188,34 @@ __device__ void StoreRows(const Problem& p, const Tile& tile, int kv_head, int r
   }
 }
 
-// The consumer warpgroups. Product: what the products take.
+// Flips the signs of 16 bytes in shared memory.
+template <uint32_t kSigns>
+__device__ void NegateVector(uint32_t at) {
+  asm volatile(
+      "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [%0]; xor.b32 a, a, %1; "
+      "xor.b32 b, b, %1; xor.b32 c, c, %1; xor.b32 d, d, %1; st.shared.v4.b32 [%0], {a, b, c, "
+      "d};}" ::"r"(at),
+      "n"(kSigns)
+      : "memory");
+}
+
+// The consumer warpgroups. Product: what the products of queries and keys take.
 template <typename Product, typename Out, int kDims, typename S>
 __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr int kKeys = S::kKeys;
-  constexpr int kLift = S::kFp8 ? kLiftLog2 : 0;
+  constexpr int kLift = S::kDirect ? 0 : kLiftLog2;
+  // Of weights and values. float16 holds all fp8 numbers, and takes half as long to widen to.
+  using Weight = std::conditional_t<S::kWidened, __half, Product>;
   // A matrix instruction sums over 32 bytes: of dims for scores, of keys for values.
   constexpr int kStepElements = 32 / S::kElementBytes;
   constexpr int kDimSteps = kDims / kStepElements, kKeySteps = kKeys / kStepElements;
   // The warpgroups take turns at the tensor cores: one multiplies during the other's softmax.
-  constexpr bool kTurns = kDims >= 128 && !S::kFp8;
+  constexpr bool kTurns = kDims >= 128;
   static_assert(!kTurns || S::kConsumers == 2);
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
-  constexpr int kTurnBarrier = 2, kZeroBarrier = 1;
+  constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kNegateBarrier = 4;
+  constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
   const int thread = threadIdx.x - S::kProducerThreads, group = thread / kWarpgroupThreads;
@@ -253,8 +263,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
         const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
-        Matrix<Product, kDims>::Values(out, weights[k],
-                                       MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes));
+        Matrix<Weight, kDims>::Values(out, weights[k],
+                                      MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes));
       }
       CommitMatrix();
     };
@@ -290,7 +300,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
             const float* x = &score[k * 16 + i / 2 * 8 + i % 2 * 2];
             weights[k][i] = PackFp8(x[0], x[1], x[4], x[5]);
           } else {
-            weights[k][i] = Pack<Product>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
+            weights[k][i] = Pack<Weight>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
           }
         }
       }
@@ -307,8 +317,22 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
                                          k / 4 * S::kQTileTokens * kWideRowBytes +
                                          row * kWideRowBytes + (chunk ^ row % 8) * 16);
+        if (rule.negative) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q_fragments[k][i] ^= kSigns;
+        }
       }
       release(shared.queries_empty(queries.stage));
+    } else if (rule.negative) {
+      for (int i = threadIdx.x % kWarpgroupThreads; i < 64 * S::kBlocks * kWideRowBytes / 16;
+           i += kWarpgroupThreads) {
+        constexpr int kVectors = 64 * kWideRowBytes / 16;  // of a warpgroup, in a block of columns
+        NegateVector<kSigns>(shared.queries(queries.stage) +
+                             i / kVectors * S::kQTileTokens * kWideRowBytes +
+                             (group * kVectors + i % kVectors) * 16);
+      }
+      FenceProxy();
+      SyncNamed(kNegateBarrier + group, kWarpgroupThreads);
     }
     if constexpr (S::kConsumers > 2) {
       // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them.
@@ -353,7 +377,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         release(shared.values_empty(values.stage));
         values.Next();
         // The largest score seldom changes after a row's first keys.
-        if (!kOverlap || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
+        if ((!kOverlap && !S::kFp8) ||
+            __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
           for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
         }
@@ -379,12 +404,12 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 
 #endif  // FLASHXLA_HOPPER
 
-// Product: what the products take; it is Out but for e4m3.
-template <typename Product, typename Out, int kDims, WideKeys kKind>
-__global__ void __launch_bounds__(WideShape<kDims, kKind>::kThreads, 1)
+// Product: what the products of queries and keys take; it is Out but for e4m3.
+template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
+__global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads, 1)
     WideKernel(const __grid_constant__ WideProblem w) {
 #if defined(FLASHXLA_HOPPER)
-  using S = WideShape<kDims, kKind>;
+  using S = WideShape<kDims, kKeyKind, kScores>;
   extern __shared__ char memory[];
   const WideShared<S> shared(memory);
   TriggerNext();
@@ -428,7 +453,7 @@ const char* WhyNotWide(const Facts& facts) {
     if (p.q_dtype != FLASHXLA_F8E4M3 || p.kv_dtype != FLASHXLA_F8E4M3) {
       return "fp8 queries, and not all of e4m3";
     }
-    if (DimsBucket(p.head_size) > 128) return "fp8 queries with a head size above 128";
+    if (WideHeadSizes::Bucket(p.head_size) > 128) return "fp8 queries with a head size above 128";
   }
   if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
   if (const char* why = WhyNoCacheBoxes(p, 1); why[0] != '\0') return why;
@@ -442,9 +467,9 @@ const char* WhyNotWide(const Facts& facts) {
   return "";
 }
 
-template <typename Product, typename Out, int kDims, WideKeys kKind>
+template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
 bool Launch(const Problem& p, cudaStream_t stream) {
-  using S = WideShape<kDims, kKind>;
+  using S = WideShape<kDims, kKeyKind, kScores>;
   WideProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
@@ -455,48 +480,62 @@ bool Launch(const Problem& p, cudaStream_t stream) {
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
     return false;
   }
-  auto* kernel = WideKernel<Product, Out, kDims, kKind>;
+  auto* kernel = WideKernel<Product, Out, kDims, kKeyKind, kScores>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
   return true;
 }
 
-// Of 16-bit keys.
-WideKeys KindOf(const Problem& p) {
-  if (p.alibi_slopes.data != nullptr || KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys) {
-    return WideKeys::kOther;
-  }
-  const bool positive =
-      p.softmax_scale >= 0.f && p.q_descale.data == nullptr && p.k_descale.data == nullptr;
-  return positive && p.softcap <= 0.f ? WideKeys::kPlain : WideKeys::kScored;
+// Softcaps of fp8 keys have no instance of their own.
+template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
+bool LaunchConverted(const Problem& p, WideScores scores, cudaStream_t stream) {
+  return scores == WideScores::kPlain
+             ? Launch<Product, Out, kDims, kKeyKind, WideScores::kPlain>(p, stream)
+             : Launch<Product, Out, kDims, kKeyKind, WideScores::kAny>(p, stream);
+}
+
+WideKeys KeysOf(const Problem& p) {
+  return !IsFp8(p.kv_dtype)  ? WideKeys::kDirect
+         : !IsFp8(p.q_dtype) ? WideKeys::kWidened
+                             : WideKeys::kFp8;
+}
+
+WideScores ScoresOf(const Problem& p) {
+  const bool gathers =
+      KeysOf(p) == WideKeys::kDirect && KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys;
+  if (p.alibi_slopes.data != nullptr || gathers) return WideScores::kAny;
+  return p.softcap > 0.f ? WideScores::kCapped : WideScores::kPlain;
 }
 
 flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
   bool launched = false;
-  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
-    using Out = typename decltype(t)::type;
-    constexpr int kDims = decltype(dims)::value;
-    if constexpr (!decltype(is_fp8)::value) {
-      const WideKeys kind = KindOf(p);
-      launched = kind == WideKeys::kPlain    ? Launch<Out, Out, kDims, WideKeys::kPlain>(p, stream)
-                 : kind == WideKeys::kScored ? Launch<Out, Out, kDims, WideKeys::kScored>(p, stream)
-                                             : Launch<Out, Out, kDims, WideKeys::kOther>(p, stream);
-    } else if (!IsFp8(p.q_dtype)) {
-      launched = Launch<Out, Out, kDims, WideKeys::kWidened>(p, stream);
-    } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
-      launched = Launch<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, stream);
-    }
-  });
+  const WideScores scores = ScoresOf(p);
+  WithInstance<WideHeadSizes>(
+      p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
+        using Out = typename decltype(t)::type;
+        constexpr int kDims = decltype(dims)::value;
+        if constexpr (!decltype(is_fp8)::value) {
+          constexpr WideKeys kDirect = WideKeys::kDirect;
+          launched = scores == WideScores::kPlain
+                         ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, stream)
+                     : scores == WideScores::kCapped
+                         ? Launch<Out, Out, kDims, kDirect, WideScores::kCapped>(p, stream)
+                         : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, stream);
+        } else if (!IsFp8(p.q_dtype)) {
+          launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, stream);
+        } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
+          launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, scores, stream);
+        }
+      });
   if (launched) return FLASHXLA_OK;
   return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of q, k or v");
 }
 
 }  // namespace
 
-// A plan is made without the softcap and the scales, on which this must not depend.
+// A plan is made without the softcap, on which this must not depend.
 int WideQTileTokens(const Problem& p) {
-  return 64 *
-         WideConsumers(DimsBucket(p.head_size), IsFp8(p.kv_dtype) ? WideKeys::kWidened : KindOf(p));
+  return 64 * WideConsumers(WideHeadSizes::Bucket(p.head_size), KeysOf(p), ScoresOf(p));
 }
 
 const Engine kWideEngine = {

@@ -9,8 +9,8 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Weights of e4m3 are this power of two times as large, so that fewer of them fall below e4m3's
-// smallest number. The largest weight is 1, and e4m3 ends at 448.
+// Weights of e4m3 and float16 are this power of two times as large, so that fewer of them fall
+// below the dtype's smallest number. The largest weight is 1, and e4m3 ends at 448.
 constexpr int kLiftLog2 = 8;
 
 // Four weights as e4m3.
@@ -35,47 +35,38 @@ __device__ inline void WidenTo(uint32_t bytes, uint32_t* low, uint32_t* high) {
   }
 }
 
-// This thread's share of a kv tile of keys or values, from `from` to `to`.
+// This warp's share of a kv tile of keys or values, from `from` to `to`.
+//
+// A step widens 64 columns of 8 keys, of which a lane has 16. Lanes that access shared memory at
+// the same time have keys k and k + 4, so that no two of them meet in a bank: what TMA's swizzle
+// exchanges differs, and they store the halves of what they have in different order.
 template <typename T, bool kE5m2, typename S>
 __device__ inline void WidenTile(uint32_t from, uint32_t to) {
-  constexpr int kVectors = S::kBlocks * 4;  // of 16 bytes, in a key: 64 columns have four
-  const int thread = threadIdx.x - 32;
-  // Several vectors at once, to hide the latency of shared memory.
-  constexpr int kThreads = 32 * S::kConvertingWarps, kCount = S::kKeys * kVectors;
-  constexpr int kAtOnce = 3;
-#pragma unroll 1
-  for (int i = thread; i < kCount; i += kAtOnce * kThreads) {
-    uint32_t x[kAtOnce][4];
+  const int lane = threadIdx.x & 31, vector = lane % 4, late = lane / 4 % 2;
+  const int key = lane / 8 + late * 4;
+  from += key * kWideRowBytes + (vector ^ key) * 16;
+  to += key * kWideRowBytes + (vector * 2 + late ^ key) * 16;
+#pragma unroll 2
+  for (int i = threadIdx.x / 32 - 1; i < S::kKeys / 8 * S::kBlocks; i += S::kConvertingWarps) {
+    const int block = i % S::kBlocks, first_key = i / S::kBlocks * 8;
+    const uint32_t at =
+        (from ^ block % 2 * 64) + (block / 2 * S::kKeys + first_key) * kWideRowBytes;
+    uint32_t x[4], y[8];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at)
+                 : "memory");
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int key = (i + u * kThreads) / kVectors, vector = i % kVectors;
-      if (i + u * kThreads >= kCount) continue;
-      asm volatile(
-          "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-          : "=r"(x[u][0]), "=r"(x[u][1]), "=r"(x[u][2]), "=r"(x[u][3])
-          : "r"(from + (vector / 8 * S::kKeys + key) * kWideRowBytes + (vector % 8 ^ key % 8) * 16)
-          : "memory");
+    for (int j = 0; j < 4; ++j) {
+      WidenTo<T, kE5m2>(late ? x[j ^ 2] : x[j], &y[2 * j], &y[2 * j + 1]);
     }
+    const uint32_t row = to + (block * S::kKeys + first_key) * kWideRowBytes;
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int key = (i + u * kThreads) / kVectors, vector = i % kVectors;
-      if (i + u * kThreads >= kCount) continue;
-      const uint32_t row = to + (vector / 4 * S::kKeys + key) * kWideRowBytes;
-      // Odd blocks store their second half first, so that no two lanes meet in a bank.
-      const int odd = vector / 4 % 2;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t y[4];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const uint32_t word = odd ? x[u][2 - 2 * half + j] : x[u][2 * half + j];
-          WidenTo<T, kE5m2>(word, &y[2 * j], &y[2 * j + 1]);
-        }
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                         row + (vector % 4 * 2 + (half ^ odd) ^ key % 8) * 16),
-                     "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
-                     : "memory");
-      }
+    for (int half = 0; half < 2; ++half) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(row ^ half * 16),
+                   "r"(y[4 * half]), "r"(y[4 * half + 1]), "r"(y[4 * half + 2]),
+                   "r"(y[4 * half + 3])
+                   : "memory");
     }
   }
 }
@@ -89,12 +80,15 @@ template <typename S>
 __device__ inline void TurnTile(uint32_t from, uint32_t to, int low, int high) {
   const int lane = threadIdx.x & 31;
   constexpr int kKeyBlocks = S::kKeys / 32, kDimBlocks = S::kValueBytes / kWideRowBytes / 16;
-#pragma unroll 4
+  // Matrix m of the store: even dims for even m, the keys' second half from 2 on.
+  const int dim = lane % 8 * 2 + lane / 8 % 2;
+  from += lane * kWideRowBytes + lane % 8 * 16;
+  to += dim * kWideRowBytes + (lane / 16 ^ dim % 8) * 16;
+#pragma unroll 2
   for (int i = threadIdx.x / 32 - 1; i < kKeyBlocks * kDimBlocks; i += S::kConvertingWarps) {
     const int key_block = i % kKeyBlocks, dim_block = i / kKeyBlocks;
-    const int key = key_block * 32 + lane;
     uint32_t x[4], y[4];
-    LoadMatricesTransposed(x, from + key * kWideRowBytes + (dim_block ^ key % 8) * 16);
+    LoadMatricesTransposed(x, (from ^ dim_block * 16) + key_block * 32 * kWideRowBytes);
     // x[m]: dims 2g and 2g + 1 (g = lane / 4) of keys 8m + 2q and 8m + 2q + 1.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -113,9 +107,7 @@ __device__ inline void TurnTile(uint32_t from, uint32_t to, int low, int high) {
         y[2 * half] &= mask, y[2 * half + 1] &= mask;
       }
     }
-    // Matrix m of the store: even dims for even m, the keys' second half from 2 on.
-    const int dim = dim_block * 16 + lane % 8 * 2 + lane / 8 % 2;
-    const uint32_t at = to + dim * kWideRowBytes + (key_block * 2 + lane / 16 ^ dim % 8) * 16;
+    const uint32_t at = (to ^ key_block * 32) + dim_block * 16 * kWideRowBytes;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
                  "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
                  : "memory");
@@ -153,7 +145,7 @@ __device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
         TurnTile<S>(shared.raw(raw.stage), shared.values(values.stage),
                     tile.s.first_key - n * S::kKeys, tile.s.num_keys - n * S::kKeys);
       } else {
-        WidenTile<T, kE5m2, S>(shared.raw(raw.stage), shared.values(values.stage));
+        WidenTile<__half, kE5m2, S>(shared.raw(raw.stage), shared.values(values.stage));
       }
       finish(shared.values_full(values.stage));
       values.Next();

@@ -15,6 +15,7 @@ template <typename S>
 struct WideRows {
   static constexpr int kCount = S::kKeys / kGatheringWarps;
   static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
+  static constexpr int kAtOnce = 32 / kVectors;                     // rows
   const Problem& p;
   const typename S::Tile& tile;
   int first_row;  // in the kv tile
@@ -35,13 +36,14 @@ struct WideRows {
     const int lane = threadIdx.x & 31, vector = lane % kVectors;
     const int64_t row_offset =
         place.x * cache.stride_block + place.y * cache.stride_token + kv_head * cache.stride_head;
-    const bool inside = vector * 8 < p.head_size;
+    const bool inside = vector * 8 < p.head_size, idle = lane >= kAtOnce * kVectors;
     const uint32_t to = stage + vector / 8 * S::kKeys * kWideRowBytes;
 #pragma unroll 4
-    for (int i = 0; i < kCount; i += 32 / kVectors) {
+    for (int i = 0; i < kCount; i += kAtOnce) {
       const int from = i + lane / kVectors, row = first_row + from;
       const int64_t offset = __shfl_sync(kAllLanes, row_offset, from);
       const bool exists = __shfl_sync(kAllLanes, place.x, from) >= 0;
+      if (idle) continue;
       CopyAsync16(to + row * kWideRowBytes + (vector % 8 ^ row % 8) * 16,
                   cache.data + (offset + vector * 8) * 2, exists && inside);
     }

@@ -16,15 +16,19 @@ constexpr int kWideRowBytes = 128;
 constexpr int kWideLeastBoxKeys = 8;
 constexpr int kGatheringWarps = kWarpgroupThreads / 32;
 
-constexpr int WideKvTileKeys(int head_size) { return head_size > 128 ? 64 : 128; }
-
 // How keys and values get from memory to the products.
 enum class WideKeys {
-  kPlain,    // 16 bit, as the queries: TMA loads them. Scores are products times a number
-  kScored,   // likewise with a softcap, or a scale that may be negative
-  kOther,    // likewise with ALiBi, or pages so small that threads copy them
-  kWidened,  // fp8, under 16-bit queries: warps widen them to the queries' dtype
+  kDirect,   // 16 bit, as the queries: TMA loads them
+  kWidened,  // fp8, under 16-bit queries: warps widen keys to the queries' dtype, values to float16
   kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
+};
+
+// What an instance has code for: ALiBi costs registers, and code between what all calls need costs
+// time, though it is not executed.
+enum class WideScores {
+  kPlain,   // scores are products times a number
+  kCapped,  // and a softcap
+  kAny,     // and ALiBi, and direct keys in pages so small that threads copy them
 };
 
 // The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
@@ -74,42 +78,40 @@ struct WideTile {
   }
 };
 
-constexpr int WideConsumers(int dims, WideKeys kind) {
-  return dims <= 64 && (kind == WideKeys::kPlain || kind == WideKeys::kScored) ? 3 : 2;
+constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
+  return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
 }
 
-template <int kDims, WideKeys kKind>
+template <int kDims, WideKeys kKeyKind, WideScores kScores>
 struct WideShape {
-  static constexpr bool kFp8 = kKind == WideKeys::kFp8;
-  // What is loaded is what the products take.
-  static constexpr bool kDirect = kKind != WideKeys::kWidened && kKind != WideKeys::kFp8;
-  // What the softmax has code for: ALiBi costs registers, and code between what all calls need
-  // costs time, though it is not executed.
-  static constexpr bool kPlainScores = kKind == WideKeys::kPlain;
-  static constexpr bool kAlibi = kKind != WideKeys::kPlain && kKind != WideKeys::kScored;
-  static constexpr bool kGathers = kKind == WideKeys::kOther;
-  static constexpr int kKeys = WideKvTileKeys(kDims);
+  static constexpr bool kDirect = kKeyKind == WideKeys::kDirect;
+  static constexpr bool kWidened = kKeyKind == WideKeys::kWidened;
+  static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
+  static constexpr bool kSoftcap = kScores != WideScores::kPlain;
+  static constexpr bool kAlibi = kScores == WideScores::kAny;
+  static constexpr bool kGathers = kDirect && kScores == WideScores::kAny;
+  // Of a kv tile: as many as leave room for two stages.
+  static constexpr int kKeys = kDims <= 128 ? 128 : kWidened ? 64 : kDims <= 192 ? 96 : 80;
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
-  static constexpr int kConsumers = WideConsumers(kDims, kKind);
+  static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileTokens = 64 * kConsumers;
   static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
   using Tile = WideTile<kQTileTokens>;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-  // To widen takes a warpgroup more than to load. Heads above 128 leave no registers for that.
-  static constexpr bool kManyProducers = kKind == WideKeys::kWidened && kDims <= 128;
+  // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
+  static constexpr bool kManyProducers = !kDirect && kDims <= 128;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
   static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
   static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
   static constexpr int kStages = kFp8 || kDims <= 64 ? 4 : kDims <= 128 ? 3 : 2;  // of keys
   // Of values: they are in use for shorter.
-  static constexpr int kValueStages =
-      kKind == WideKeys::kWidened && kDims <= 128 ? kStages - 1 : kStages;
+  static constexpr int kValueStages = kWidened && kDims <= 128 ? kStages - 1 : kStages;
   static constexpr int kQueryStages = kConsumers > 2 ? 2 : 1;
   // Keeps queries in registers, so that matrix instructions do not read them from shared memory
   // each time.
-  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kManyProducers && kConsumers == 2;
+  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kWidened && kConsumers == 2;
   static constexpr int kQueryBytes = kQTileTokens * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
@@ -127,10 +129,14 @@ struct WideShape {
   static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
                                 kValueStages * kValueBytes + kRawStages * kRawBytes + kBarrierBytes;
   // Of a thread: together what all threads have at the start.
-  static constexpr int kProducerRegisters = kManyProducers ? 48 : kAlibi ? 40 : 24;
+  static constexpr bool kLoadsByTma = kDirect && !kAlibi;  // and does nothing else
+  static constexpr int kProducerRegisters = kManyProducers   ? 48
+                                            : !kLoadsByTma   ? 40
+                                            : kConsumers > 2 ? 32
+                                                             : 24;
   static constexpr int kConsumerRegisters = kConsumers > 2   ? 160
                                             : kManyProducers ? 208
-                                            : kAlibi         ? 232
+                                            : !kLoadsByTma   ? 232
                                                              : 240;
   static_assert(kBytes <= 227 * 1024);
 };

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
 #endif
 }
 
-int KeyTile(const Problem& p) { return WideKeyTile(attention::DimsBucket(p.head_size)); }
+int KeyTile(const Problem& p) { return WideKeyTile(attention::WideHeadSizes::Bucket(p.head_size)); }
 
 const char* WhyNotWide(const Problem& p) {
   if (p.dtype == FLASHXLA_F32) return "float32 needs CUDA cores";
@@ -93,13 +93,14 @@ flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
     return SetError(FLASHXLA_DEVICE_ERROR,
                     "the driver refuses a tensor map of q, k, v or grad_out");
   }
-  attention::WithInstance(p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
-    using T = typename decltype(t)::type;
-    constexpr int kDims = decltype(dims)::value, kBytes = WideShape<kDims>::kBytes;
-    auto* kernel = WideKernel<T, kDims>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    kernel<<<NumMultiprocessors(), kThreads, kBytes, stream>>>(w);
-  });
+  attention::WithInstance<attention::WideHeadSizes>(
+      p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
+        using T = typename decltype(t)::type;
+        constexpr int kDims = decltype(dims)::value, kBytes = WideShape<kDims>::kBytes;
+        auto* kernel = WideKernel<T, kDims>;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+        kernel<<<NumMultiprocessors(), kThreads, kBytes, stream>>>(w);
+      });
   LaunchWideSums(p, stream);
   return FLASHXLA_OK;
 }

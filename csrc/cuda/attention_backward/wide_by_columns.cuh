@@ -1,6 +1,6 @@
 // Heads above 128: the gradients of 64 keys take the registers of both consumer warpgroups. Each
-// has half of their columns, and computes the scores of half of the queries; weights and the
-// gradients of the scores go through shared memory.
+// has half of their columns (WideColumn), and computes the scores of half of the queries; weights
+// and the gradients of the scores go through shared memory.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_BY_COLUMNS_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_BY_COLUMNS_CUH_
 
@@ -10,19 +10,60 @@ namespace flashxla::attention_backward {
 
 #if defined(FLASHXLA_HOPPER)
 
+// The columns of a warpgroup, as wgmma's accumulators hold them.
+template <int kDims>
+struct WideColumns {
+  static constexpr int kWhole = WideWholeColumns(kDims), kRest = kDims / 2 - kWhole;
+  static constexpr int kCount = kDims / 4;
+  float whole[kWhole / 2], rest[kRest > 0 ? kRest / 2 : 1];
+
+  __device__ void Zero() {
+#pragma unroll
+    for (float& x : whole) x = 0.f;
+#pragma unroll
+    for (float& x : rest) x = 0.f;
+  }
+  __device__ void PinAll() {
+    Pin(whole);
+    if (kRest > 0) Pin(rest);
+  }
+  // = or += a b, with a [64 x 16] at the descriptor `a`, and 16 rows at address `b`, of which these
+  // columns are taken. block: bytes between blocks of columns.
+  template <typename T, bool kTurnA>
+  __device__ void Start(int group, uint64_t a, uint32_t b, uint32_t block, bool add) {
+    constexpr int kOther = (kDims - kWhole) / kBlockColumns;  // first block of the second warpgroup
+    SharedProduct<T, kWhole>::template Start<kTurnA, true>(
+        whole, a, MatrixDescriptor(b + group * kOther * block, block), add);
+    if constexpr (kRest > 0) {
+      const uint32_t middle = b + kWhole / kBlockColumns * block + group * kRest * 2;
+      SharedProduct<T, kRest>::template Start<kTurnA, true>(rest, a, MatrixDescriptor(middle, 0),
+                                                            add);
+    }
+  }
+  __device__ float4 Vector(int i) const {
+    const float* from = i * 4 < kWhole / 2 ? whole + i * 4 : rest + (i * 4 - kWhole / 2);
+    return make_float4(from[0], from[1], from[2], from[3]);
+  }
+  template <typename T>
+  __device__ void Store(const Rows& to, const WideItem& item, int head_size, int row, int group,
+                        float scale) const {
+    StoreKeys<T, kWhole>(to, item, head_size, row, WideColumn(kDims, group, 0), scale, whole);
+    if constexpr (kRest > 0) {
+      StoreKeys<T, kRest>(to, item, head_size, row, WideColumn(kDims, group, kWhole), scale, rest);
+    }
+  }
+};
+
 template <typename T, int kDims>
 __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& shared) {
   using S = WideShape<kDims>;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31, group = ConsumerGroup();
   constexpr int kQueries = kRowTile / 2;  // whose scores a warpgroup computes
-  constexpr int kColumns = kDims / 2;     // of gradients
-  constexpr int kSumsEach = kColumns / 2 / S::kSumParts;
+  using Columns = WideColumns<kDims>;     // of gradients
+  constexpr int kSumsEach = Columns::kCount / S::kSumParts;
   static_assert(S::kKeyTile == 64);
   const int warp_row = threadIdx.x % kWarpgroupThreads / 32 * 16, row = warp_row + lane / 4;
-  // Where this warpgroup's columns start, in rows of keys and in rows of queries.
-  const uint32_t key_columns = group * kColumns / kBlockColumns * S::kKeyBlockBytes;
-  const uint32_t row_columns = group * kColumns / kBlockColumns * kRowBlockBytes;
   uint32_t steps = 0;
 
   for (uint32_t items = 0;; ++items) {
@@ -30,9 +71,8 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
     const int num_steps = StepsOfItem(shared);
     if (num_steps < 0) return;
     const KeyRows rows(p, LoadShared<WideItem>(shared.item()), 0, row);
-    float grad_k[kColumns / 2], grad_v[kColumns / 2];
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) grad_k[i] = grad_v[i] = 0.f;
+    Columns grad_k, grad_v;
+    grad_k.Zero(), grad_v.Zero();
 
     // c = keys or values times this warpgroup's rows of queries or grad_out.
     auto start_scores = [&](float (&c)[kQueries / 2], uint32_t a, uint32_t b) {
@@ -48,13 +88,12 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       attention::CommitMatrix();
     };
     // Adds weights or gradients of scores times rows of grad_out or queries.
-    auto start_gradient = [&](float (&c)[kColumns / 2], uint32_t a, uint32_t b) {
+    auto start_gradient = [&](Columns& c, uint32_t a, uint32_t b) {
       attention::FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kRowTile / 16; ++k) {
-        SharedProduct<T, kColumns>::template Start<false, true>(
-            c, MatrixDescriptor(a + k * 32, 0),
-            MatrixDescriptor(b + row_columns + k * 16 * kRowBytes, kRowBlockBytes), true);
+        c.template Start<T, false>(group, MatrixDescriptor(a + k * 32, 0), b + k * 16 * kRowBytes,
+                                   kRowBlockBytes, true);
       }
       attention::CommitMatrix();
     };
@@ -90,36 +129,34 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       attention::SyncNamed(kScoresBarrier, kConsumerThreads);
 
       start_gradient(grad_v, weight_tile, grad_out);
-      float grad_q[kColumns / 2];
+      Columns grad_q;
       attention::FenceMatrix();
 #pragma unroll
       for (int k = 0; k < S::kKeyTile / 16; ++k) {
-        SharedProduct<T, kColumns>::template Start<true, true>(
-            grad_q, MatrixDescriptor(gradient_tile + k * 16 * kRowBytes, 0),
-            MatrixDescriptor(shared.keys() + key_columns + k * 16 * kRowBytes, S::kKeyBlockBytes),
-            k > 0);
+        grad_q.template Start<T, true>(
+            group, MatrixDescriptor(gradient_tile + k * 16 * kRowBytes, 0),
+            shared.keys() + k * 16 * kRowBytes, S::kKeyBlockBytes, k > 0);
       }
       attention::CommitMatrix();
       start_gradient(grad_k, gradient_tile, shared.queries(turn.stage));
       attention::WaitMatrix<2>();
-      Pin(grad_v);
+      grad_v.PinAll();
       Release(shared.grad_out_empty(grad_turn.stage));
       attention::WaitMatrix<1>();
-      Pin(grad_q);
+      grad_q.PinAll();
 #pragma unroll
       for (int part = 0; part < S::kSumParts; ++part) {
         HandOverSums<kSumsEach>(shared, steps * S::kSumParts + part, group,
-                                grad_q + part * kSumsEach);
+                                [&](int i) { return grad_q.Vector(part * kSumsEach / 4 + i); });
       }
       attention::WaitMatrix<0>();
-      Pin(grad_k);
+      grad_k.PinAll();
       Release(shared.queries_empty(turn.stage));
     }
     const auto item = LoadShared<WideItem>(shared.item());
     Release(shared.keys_empty());
-    const int column = group * kColumns;
-    StoreKeys<T, kColumns>(p.grad_k, item, p.head_size, row, column, p.softmax_scale, grad_k);
-    StoreKeys<T, kColumns>(p.grad_v, item, p.head_size, row, column, 1.f, grad_v);
+    grad_k.template Store<T>(p.grad_k, item, p.head_size, row, group, p.softmax_scale);
+    grad_v.template Store<T>(p.grad_v, item, p.head_size, row, group, 1.f);
   }
 }
 

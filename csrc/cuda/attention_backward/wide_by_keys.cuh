@@ -95,7 +95,9 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       Pin(grad_v);
       Pin(grad_q);
       Release(shared.grad_out_empty(turn.stage));
-      HandOverSums<kHalfColumns / 2>(shared, steps, group, grad_q);
+      HandOverSums<kHalfColumns / 2>(shared, steps, group, [&](int i) {
+        return make_float4(grad_q[4 * i], grad_q[4 * i + 1], grad_q[4 * i + 2], grad_q[4 * i + 3]);
+      });
       attention::WaitMatrix<0>();
       Pin(grad_k);
       Release(shared.queries_empty(turn.stage));

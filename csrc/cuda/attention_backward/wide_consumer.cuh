@@ -36,9 +36,9 @@ __device__ inline void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
                : "memory");
 }
 
-__device__ inline void StoreShared4(uint32_t to, const float* x) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]),
-               "f"(x[2]), "f"(x[3])
+__device__ inline void StoreShared4(uint32_t to, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
                : "memory");
 }
 
@@ -210,16 +210,17 @@ __device__ void StoreFragments(uint32_t tile, int key, int chunk,
   }
 }
 
-// Hands a part of the sums of grad_q to the thread that adds them. number: of all parts.
-template <int kCount, int kDims>
+// Hands a part of the sums of grad_q, kCount of each thread, to the thread that adds them. number:
+// of all parts. vector(i): four of them.
+template <int kCount, int kDims, typename Vector>
 __device__ void HandOverSums(const WideShared<kDims>& shared, uint32_t number, int group,
-                             const float* sums) {
+                             Vector&& vector) {
   attention::WaitBarrier(shared.sums_empty(), number % 2 ^ 1);
   const int thread = threadIdx.x % kWarpgroupThreads;
   const uint32_t to = shared.sums() + (group * (kCount / 4) * kWarpgroupThreads + thread) * 16;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
-    StoreShared4(to + i * kWarpgroupThreads * 16, sums + i * 4);
+    StoreShared4(to + i * kWarpgroupThreads * 16, vector(i));
   }
   attention::FenceProxy();
   Release(shared.sums_full());

@@ -54,7 +54,7 @@ template <int kDims>
 struct WideShape {
   static constexpr int kKeyTile = WideKeyTile(kDims);
   static constexpr int kStages = 2;  // of queries, and of weights and the scores' gradients
-  static constexpr int kGradOutStages = kDims > 128 ? 1 : 2;
+  static constexpr int kGradOutStages = kDims > 192 ? 1 : 2;
   static constexpr int kBlocks = kDims / kBlockColumns;
   static constexpr int kKeyBlockBytes = kKeyTile * kRowBytes;
   static constexpr int kKeyBytes = kBlocks * kKeyBlockBytes;      // of keys; the same of values
@@ -75,6 +75,7 @@ struct WideShape {
   static constexpr int kBytes = 1024 + kSmallBytes + 2 * kKeyBytes +
                                 kStages * (kRowTileBytes + kScoreBytes) +
                                 kGradOutStages * kRowTileBytes + kSumBytes;
+  static_assert(kBytes <= 227 * 1024);
 };
 
 struct WideProblem {

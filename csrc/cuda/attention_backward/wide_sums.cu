@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ P
                           : attention::Pack<T>(x.z * scale, x.w * scale);
       }
       Transpose4(pairs);
-      const int d = group * kDims / 2 + (i + lane % 4) * 8;
+      const int d = WideColumn(kDims, group, i * 8) + lane % 4 * 8;
       if (d < p.head_size && query + 8 * r < s.num_queries) {
         *reinterpret_cast<uint4*>(to + d) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
@@ -73,10 +73,11 @@ __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ P
 
 void LaunchWideSums(const Problem& p, cudaStream_t stream) {
   const dim3 blocks(p.plan.num_row_tiles, p.num_heads);
-  attention::WithInstance(p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
-    using T = typename decltype(t)::type;
-    SumsKernel<T, decltype(dims)::value><<<blocks, kThreads, 0, stream>>>(p);
-  });
+  attention::WithInstance<attention::WideHeadSizes>(
+      p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
+        using T = typename decltype(t)::type;
+        SumsKernel<T, decltype(dims)::value><<<blocks, kThreads, 0, stream>>>(p);
+      });
 }
 
 }  // namespace flashxla::attention_backward
