@@ -24,16 +24,16 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
     attention::PrefetchMap(&w.v);
     attention::PrefetchMap(&w.grad_out);
     attention::InitBarrier(shared.keys_full(), 1);
-    attention::InitBarrier(shared.keys_empty(), kConsumerWarps + 2);  // and two that move data
-    attention::InitBarrier(shared.sums_full(), kConsumerWarps);
+    attention::InitBarrier(shared.keys_empty(), kConsumerThreads + 2);  // and two that move data
+    attention::InitBarrier(shared.sums_full(), kConsumerThreads);
     attention::InitBarrier(shared.sums_empty(), 1);
     for (int i = 0; i < S::kStages; ++i) {
       attention::InitBarrier(shared.queries_full(i), 1);
-      attention::InitBarrier(shared.queries_empty(i), kConsumerWarps);
+      attention::InitBarrier(shared.queries_empty(i), kConsumerThreads);
     }
     for (int i = 0; i < S::kGradOutStages; ++i) {
       attention::InitBarrier(shared.grad_out_full(i), 1);
-      attention::InitBarrier(shared.grad_out_empty(i), kConsumerWarps);
+      attention::InitBarrier(shared.grad_out_empty(i), kConsumerThreads);
     }
     attention::FenceProxy();
   }
