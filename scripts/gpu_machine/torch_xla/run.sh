@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh stash N: puts part N, 0 or 1, where part 2 finds it.
-# run.sh STAGE...: the front ends lazy and openxla, PyTorch/XLA 2.9. Of part2, after the others. Stages: gradients ops xla train doctor
-# DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`
+# run.sh STAGE...: the front ends lazy and openxla, PyTorch/XLA 2.9. Of part2, after the others. Stages: gradients ops xla train step doctor
+# DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; STEP_SECONDS, ROUNDS, QUICK=1: of `step`
 name=torch_xla
 . "$(dirname "$0")/running.sh"
 JOBS=${JOBS:-14}
@@ -37,6 +37,10 @@ stage_train() {  # the same losses as in eager PyTorch on the CPU
     shown 4 90 "train-$backend" "$PYTHON" examples/train_torch.py --rows 2 --tokens 256 --steps 21 --backend "$backend" || code=1
   done
   return $code
+}
+stage_step() {  # docs/benchmarks/h200-step.json
+  shown 3 "${STEP_SECONDS:-250}" step "$PYTHON" -m flashxla bench step --device "$DEVICE" --peers --profile ${ROUNDS:+--rounds "$ROUNDS"} ${QUICK:+--quick} \
+    --json "$OUT/step.json" --plot "$OUT/step.svg"
 }
 stage_doctor() { shown 40 120 doctor "$PYTHON" -m flashxla doctor; }
 
