@@ -143,17 +143,26 @@ def _grown(row: Row) -> str:
     return f"{row['size']}: {time(row['seconds'])} ({row['limit_seconds'] / row['seconds']:.0%})"
 
 
-def gpu(run: Run, titles: Mapping[str, str], rate_form: str = "") -> str:
-    """Microseconds, and the rates. titles: of the contenders that are shown."""
+def gpu(run: Run, titles: Mapping[str, str], rate_form: str = "", best: bool = False) -> str:
+    """Microseconds, and the rates. titles: of the contenders that are shown; best: beside the fastest peer."""
     lines = []
     for case in run.names("case"):
         cells = [case]
         for name in titles:
             row = run.find(case=case, contender=name)
-            rate = f" ({row['rate']:{rate_form}})" if row and rate_form else ""
-            cells.append(f"{_us(row['us'])}{rate}" if row else "-")
+            measured = row is not None and "us" in row
+            rate = f" ({row['rate']:{rate_form}})" if measured and rate_form else ""
+            cells.append(f"{_us(row['us'])}{rate}" if measured else "-")
+        if best:
+            peers = [row for row in run.where(case=case, ours=False) if "us" in row]
+            ours = run.row(case=case, contender="flashxla")["us"]
+            cells.append(_faster(min(row["us"] for row in peers) / ours) if peers else "-")
         lines.append(cells)
-    return _table(["case", *titles.values()], lines)
+    return _table(["case", *titles.values(), *(["best peer / flashxla"] if best else [])], lines)
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}**"
 
 
 def _us(us: float) -> str:

@@ -31,7 +31,7 @@ BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np
 # Bits that no kernel computes, by dtype: a signalling NaN.
 POISON = {BF16: 0x7FA5, F16: 0x7DA5, F32: 0x7FA5A5A5}
 # Head sizes that the kernels have an instance for, and others; the latter are padded in shared memory.
-INSTANCES, OTHERS = (64, 128, 256), (1, 2, 7, 8, 40, 46, 72, 80, 96, 112, 192, 200, 255)
+INSTANCES, OTHERS = (64, 128, 192, 256), (1, 2, 7, 8, 40, 46, 72, 80, 96, 112, 136, 200, 255)
 
 
 class CudaError(RuntimeError):
@@ -254,7 +254,7 @@ def chunks(rng: Rng) -> Sizes:
         element=element_of(rng, q_dtype),
         kv_heads=int(rng.integers(1, 3)),
         group=int(pick(rng, 4, 5, 8)),
-        dim=int(pick(rng, *INSTANCES, pick(rng, 16, 80, 96, 112, 192))),
+        dim=int(pick(rng, *INSTANCES, pick(rng, 16, 80, 96, 112, 136))),
         len_q=len_q,
         len_k=len_q + rng.integers(512 if few else 4096, 1000 if few else 4500, len(len_q)),
         page=int(pick(rng, 0, 8, 16, 24, 64, 128)),
@@ -277,7 +277,7 @@ def wide(rng: Rng) -> Sizes:
         element=e4m3 if q_dtype == e4m3 else pick(rng, q_dtype, q_dtype, *FP8),
         kv_heads=int(rng.integers(1, 3)),
         group=int(pick(rng, 1, 2, 3, 4, 5)),
-        dim=int(pick(rng, *INSTANCES, pick(rng, 8, 40, 72, 80, 96, 112, 192, 200))),
+        dim=int(pick(rng, *INSTANCES, pick(rng, 8, 40, 72, 80, 96, 112, 136, 200))),
         len_q=len_q,
         len_k=lengths(rng, len_q, int(pick(rng, 20, 400))),
         page=int(pick(rng, 0, 8, 16, 24, 64, 128, 1, 2, 4, 7)),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines gradients cuda sanitizer racecheck tables prefill short backward train compare profile growth
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
-# TOPICS="prefill decode ..." and TOPIC_SECONDS of `tables`, QUICK=1
+# TOPICS="prefill decode ...", TOPIC_SECONDS and ROUNDS of `tables`, QUICK=1
 name=operations
 . "$(dirname "$0")/running.sh"
 JOBS=${JOBS:-14} FRONTENDS=${FRONTENDS:-torch,jax_jit}
@@ -33,7 +33,7 @@ stage_tables() {  # docs/benchmarks/h200-*.json: each topic in time, or as far a
   rm -rf "$tables"
   mkdir -p "$tables"
   for topic in ${TOPICS:-prefill decode mixed kv_write plan overhead}; do
-    LOGS=$tables shown 3 "${TOPIC_SECONDS:-260}" "$topic" "$PYTHON" -m flashxla bench "$topic" --device "$DEVICE" --peers --all ${QUICK:+--quick} \
+    LOGS=$tables shown 3 "${TOPIC_SECONDS:-260}" "$topic" "$PYTHON" -m flashxla bench "$topic" --device "$DEVICE" --peers --all ${ROUNDS:+--rounds "$ROUNDS"} ${QUICK:+--quick} \
       --json "$tables/h200-$topic.json" --plot "$tables/h200-$topic.svg" || code=1
   done
   tar -C "$WORK" -czf "$OUT/tables.tar.gz" tables
