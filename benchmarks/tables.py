@@ -150,19 +150,18 @@ def gpu(run: Run, titles: Mapping[str, str], rate_form: str = "", best: bool = F
         cells = [case]
         for name in titles:
             row = run.find(case=case, contender=name)
-            measured = row is not None and "us" in row
-            rate = f" ({row['rate']:{rate_form}})" if measured and rate_form else ""
-            cells.append(f"{_us(row['us'])}{rate}" if measured else "-")
+            if row is None or "us" not in row:  # it failed
+                cells.append("-")
+                continue
+            rate = f" ({row['rate']:{rate_form}})" if rate_form else ""
+            cells.append(_us(row["us"]) + rate)
         if best:
             peers = [row for row in run.where(case=case, ours=False) if "us" in row]
             ours = run.row(case=case, contender="flashxla")["us"]
-            cells.append(_faster(min(row["us"] for row in peers) / ours) if peers else "-")
+            ratio = min((row["us"] for row in peers), default=0.0) / ours
+            cells.append(_ratio({"ours_is_faster": ratio}) if peers else "-")
         lines.append(cells)
     return _table(["case", *titles.values(), *(["best peer / flashxla"] if best else [])], lines)
-
-
-def _faster(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}**"
 
 
 def _us(us: float) -> str:
