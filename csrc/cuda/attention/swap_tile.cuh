@@ -6,7 +6,7 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_TILE_CUH_
 
-#include "cuda/attention/shared_product.cuh"
+#include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/swap_fp8.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
@@ -143,7 +143,8 @@ struct SwapTile {
       FenceMatrix();
 #pragma unroll
       for (int k = 0; k < S::kDims / 16; ++k) {
-        RegisterProduct<kRows>::Start(score, wide_keys[k], After(queries, QueryOffset(k)), k > 0);
+        MatrixProduct<__half, kRows>::Start(score, wide_keys[k], After(queries, QueryOffset(k)),
+                                            k > 0);
       }
       CommitMatrix();
       if constexpr (kWidenEarly) widen_values();
@@ -152,7 +153,7 @@ struct SwapTile {
       FenceMatrix();
 #pragma unroll
       for (int k = 0; k < S::kDims / 16; ++k) {
-        SharedProduct<T, kRows>::template Start<false, false>(
+        MatrixProduct<T, kRows>::template Start<false, false>(
             score, After(descriptor, k / 4 * S::kBlockBytes + k % 4 * 32),
             After(queries, QueryOffset(k)), k > 0);
       }
@@ -173,9 +174,9 @@ struct SwapTile {
       for (int k = 0; k < 4; ++k) {
         const uint64_t part = After(weights, k * 32);
         if constexpr (S::kFp8) {
-          RegisterProduct<kRows>::Start(out[tile], wide_values[tile][k], part, true);
+          MatrixProduct<__half, kRows>::Start(out[tile], wide_values[tile][k], part, true);
         } else {
-          SharedProduct<T, kRows>::template Start<true, false>(
+          MatrixProduct<T, kRows>::template Start<true, false>(
               out[tile], After(descriptor, tile * S::kBlockBytes + k * 16 * S::kRowBytes), part,
               true);
         }

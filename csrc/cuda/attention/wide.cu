@@ -6,6 +6,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/attention/warp.cuh"
 #include "cuda/attention/wide_fp8.cuh"
@@ -245,9 +246,9 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         const uint64_t b =
             MatrixDescriptor(shared.keys(stage) + block * kKeys * kWideRowBytes + step, 0);
         if constexpr (S::kQueriesInRegisters) {
-          Matrix<Product, kKeys>::Scores(score, q_fragments[k], b, k > 0);
+          MatrixProduct<Product, kKeys>::Start(score, q_fragments[k], b, k > 0);
         } else {
-          Matrix<Product, kKeys>::Scores(
+          MatrixProduct<Product, kKeys>::Start(
               score,
               MatrixDescriptor(shared.queries(queries.stage) +
                                    block * S::kQTileTokens * kWideRowBytes +
@@ -263,8 +264,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
         const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
-        Matrix<Weight, kDims>::Values(out, weights[k],
-                                      MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes));
+        MatrixProduct<Weight, kDims>::template Start<!S::kFp8>(
+            out, weights[k], MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes), true);
       }
       CommitMatrix();
     };

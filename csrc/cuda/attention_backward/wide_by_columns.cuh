@@ -32,11 +32,11 @@ struct WideColumns {
   template <typename T, bool kTurnA>
   __device__ void Start(int group, uint64_t a, uint32_t b, uint32_t block, bool add) {
     constexpr int kOther = (kDims - kWhole) / kBlockColumns;  // first block of the second warpgroup
-    SharedProduct<T, kWhole>::template Start<kTurnA, true>(
+    MatrixProduct<T, kWhole>::template Start<kTurnA, true>(
         whole, a, MatrixDescriptor(b + group * kOther * block, block), add);
     if constexpr (kRest > 0) {
       const uint32_t middle = b + kWhole / kBlockColumns * block + group * kRest * 2;
-      SharedProduct<T, kRest>::template Start<kTurnA, true>(rest, a, MatrixDescriptor(middle, 0),
+      MatrixProduct<T, kRest>::template Start<kTurnA, true>(rest, a, MatrixDescriptor(middle, 0),
                                                             add);
     }
   }
@@ -80,7 +80,7 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
 #pragma unroll
       for (int k = 0; k < kDims / 16; ++k) {
         const int block = k / 4, step = k % 4 * 32;
-        SharedProduct<T, kQueries>::template Start<false, false>(
+        MatrixProduct<T, kQueries>::template Start<false, false>(
             c, MatrixDescriptor(a + block * S::kKeyBlockBytes + step, 0),
             MatrixDescriptor(b + block * kRowBlockBytes + group * kQueries * kRowBytes + step, 0),
             k > 0);

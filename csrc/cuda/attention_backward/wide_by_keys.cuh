@@ -36,7 +36,7 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
 #pragma unroll
       for (int k = 0; k < kDims / 16; ++k) {
         const int block = k / 4, step = k % 4 * 32;
-        SharedProduct<T, kRowTile>::template Start<false, false>(
+        MatrixProduct<T, kRowTile>::template Start<false, false>(
             c, MatrixDescriptor(a + block * S::kKeyBlockBytes + group * 64 * kRowBytes + step, 0),
             MatrixDescriptor(b + block * kRowBlockBytes + step, 0), k > 0);
       }
@@ -48,7 +48,8 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       attention::FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kRowTile / 16; ++k) {
-        Matrix<T, kDims>::Values(c, a[k], MatrixDescriptor(b + k * 16 * kRowBytes, kRowBlockBytes));
+        MatrixProduct<T, kDims>::template Start<true>(
+            c, a[k], MatrixDescriptor(b + k * 16 * kRowBytes, kRowBlockBytes), true);
       }
       attention::CommitMatrix();
     };
@@ -85,7 +86,7 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
         const uint32_t half = shared.keys() +
                               group * kHalfColumns / kBlockColumns * S::kKeyBlockBytes +
                               group * kHalfColumns % kBlockColumns * 2;
-        SharedProduct<T, kHalfColumns>::template Start<true, true>(
+        MatrixProduct<T, kHalfColumns>::template Start<true, true>(
             grad_q, MatrixDescriptor(shared.scores(turn.stage) + k * 16 * kRowBytes, 0),
             MatrixDescriptor(half + k * 16 * kRowBytes, 0), k > 0);
       }

@@ -2,7 +2,7 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_CONSUMER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_CONSUMER_CUH_
 
-#include "cuda/attention/shared_product.cuh"
+#include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/warp.cuh"
 #include "cuda/attention_backward/wide_shared.cuh"
 
@@ -17,11 +17,10 @@ constexpr int kZeroBarrier = 1, kScoresBarrier = 2;
 #if defined(FLASHXLA_HOPPER)
 
 using attention::Exp2;
-using attention::Matrix;
 using attention::MatrixDescriptor;
+using attention::MatrixProduct;
 using attention::Pack;
 using attention::Pin;
-using attention::SharedProduct;
 
 __device__ inline float2 LoadPair(uint32_t address) {
   float2 x;
