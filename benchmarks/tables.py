@@ -83,7 +83,7 @@ def gradients(run: Run) -> str:
         for names in _GRADIENT_PEERS.values():
             rows = [row for name in names if (row := run.find(case=case, contender=name))]
             best = max(rows, key=lambda row: row["rate"], default=None)
-            cells += [f"{best['rate']:.0f}", _ratio(best)] if best else ["-", "-"]
+            cells += [f"{best['rate']:.0f}", _ratio(best["ours_is_faster"])] if best else ["-", "-"]
         lines.append(cells)
     return _table(head, lines)
 
@@ -94,7 +94,7 @@ def train_steps(cases: Mapping[str, Row]) -> str:
     lines = []
     for name, row in cases.items():
         ours, theirs = (row[contender]["seconds"] for contender in ("flashxla", "cudnn"))
-        lines.append([name, time(ours), time(theirs), _ratio({"ours_is_faster": theirs / ours})])
+        lines.append([name, time(ours), time(theirs), _ratio(theirs / ours)])
     return _table(head, lines)
 
 
@@ -105,12 +105,11 @@ def _layout(case: str, peer: str) -> str:
 
 
 def _against(ours: Row, peer: Row) -> list[str]:
-    return [time(ours["seconds"]), time(peer["seconds"]), _ratio(peer)]
+    return [time(ours["seconds"]), time(peer["seconds"]), _ratio(peer["ours_is_faster"])]
 
 
-def _ratio(peer: Row) -> str:
-    """Bold where the peer is faster."""
-    ratio: float = peer["ours_is_faster"]
+def _ratio(ratio: float) -> str:
+    """Of a peer's time by flashxla's; bold where the peer is faster."""
     if ratio < 1:
         return f"**{ratio:.2f}**"
     return f"{ratio:.2f}" if ratio < 10 else number(ratio)
@@ -125,7 +124,9 @@ def writes(run: Run) -> str:
         for dtype in run.names("dtype"):
             found = [run.row(case=case, dtype=dtype, contender=name) for name in ("flashxla", *peers)]
             cells = [f"{case}, {dtype}", time(found[0]["seconds"])]
-            lines.append(cells + [cell for row in found[1:] for cell in (time(row["seconds"]), _ratio(row))])
+            for row in found[1:]:
+                cells += [time(row["seconds"]), _ratio(row["ours_is_faster"])]
+            lines.append(cells)
     return _table(head, lines)
 
 
@@ -156,10 +157,8 @@ def gpu(run: Run, titles: Mapping[str, str], rate_form: str = "", best: bool = F
             rate = f" ({row['rate']:{rate_form}})" if rate_form else ""
             cells.append(_us(row["us"]) + rate)
         if best:
-            peers = [row for row in run.where(case=case, ours=False) if "us" in row]
-            ours = run.row(case=case, contender="flashxla")["us"]
-            ratio = min((row["us"] for row in peers), default=0.0) / ours
-            cells.append(_ratio({"ours_is_faster": ratio}) if peers else "-")
+            ratios = [row["ours_is_faster"] for row in run.where(case=case, ours=False) if "us" in row]
+            cells.append(_ratio(min(ratios)) if ratios else "-")
         lines.append(cells)
     return _table(["case", *titles.values(), *(["best peer / flashxla"] if best else [])], lines)
 

@@ -215,6 +215,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   static_assert(!kTurns || S::kConsumers == 2);
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
+  // Asks first whether sums are to be scaled at all.
+  constexpr bool kAsks = kOverlap || S::kFp8;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kNegateBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;
@@ -378,8 +380,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         release(shared.values_empty(values.stage));
         values.Next();
         // The largest score seldom changes after a row's first keys.
-        if ((!kOverlap && !S::kFp8) ||
-            __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
+        if (!kAsks || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
           for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
         }

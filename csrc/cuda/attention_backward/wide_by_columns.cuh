@@ -31,13 +31,18 @@ struct WideColumns {
   // columns are taken. block: bytes between blocks of columns.
   template <typename T, bool kTurnA>
   __device__ void Start(int group, uint64_t a, uint32_t b, uint32_t block, bool add) {
-    constexpr int kOther = (kDims - kWhole) / kBlockColumns;  // first block of the second warpgroup
-    MatrixProduct<T, kWhole>::template Start<kTurnA, true>(
-        whole, a, MatrixDescriptor(b + group * kOther * block, block), add);
+    auto at = [&](int column) {
+      return column / kBlockColumns * block + column % kBlockColumns * 2;
+    };
+    auto from = [&](int i) {
+      const uint32_t first = at(WideColumn(kDims, 0, i)), second = at(WideColumn(kDims, 1, i));
+      return b + first + group * (second - first);
+    };
+    MatrixProduct<T, kWhole>::template Start<kTurnA, true>(whole, a,
+                                                           MatrixDescriptor(from(0), block), add);
     if constexpr (kRest > 0) {
-      const uint32_t middle = b + kWhole / kBlockColumns * block + group * kRest * 2;
-      MatrixProduct<T, kRest>::template Start<kTurnA, true>(rest, a, MatrixDescriptor(middle, 0),
-                                                            add);
+      MatrixProduct<T, kRest>::template Start<kTurnA, true>(rest, a,
+                                                            MatrixDescriptor(from(kWhole), 0), add);
     }
   }
   __device__ float4 Vector(int i) const {
