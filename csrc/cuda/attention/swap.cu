@@ -29,7 +29,7 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   for (int key = at.first_key(); at.step < segment_end; ++at.step, key += kFewKvTileKeys) {
     WaitBarrier(shared.full(stage), parity);
     if (!idle) tile.Step(w.p, stage, key);
-    if (threadIdx.x % 32 == 0) Arrive(shared.empty(stage));
+    Release(shared.empty(stage));
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
   if (idle) return;

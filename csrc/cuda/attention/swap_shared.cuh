@@ -112,7 +112,7 @@ struct SwapShared {
   __device__ void InitBarriers() const {
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(full(i), 1);
-      InitBarrier(empty(i), S::kConsumerWarps);
+      InitBarrier(empty(i), 32 * S::kConsumerWarps);
     }
     FenceProxy();
   }

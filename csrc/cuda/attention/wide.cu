@@ -291,9 +291,6 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       FenceProxy();
       SyncNamed(kZeroBarrier, S::kConsumerThreads);
     };
-    auto release = [&](uint32_t barrier) {
-      if (lane == 0) Arrive(barrier);
-    };
     auto pack_weights = [&] {
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
@@ -325,7 +322,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
           for (int i = 0; i < 4; ++i) q_fragments[k][i] ^= kSigns;
         }
       }
-      release(shared.queries_empty(queries.stage));
+      Release(shared.queries_empty(queries.stage));
     } else if (rule.negative) {
       for (int i = threadIdx.x % kWarpgroupThreads; i < 64 * S::kBlocks * kWideRowBytes / 16;
            i += kWarpgroupThreads) {
@@ -344,10 +341,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       const int end = group_query < s.num_queries ? p.Visible(s, last_query).end : 0;
       for (; n >= first && n * kKeys >= end; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
-        release(shared.keys_empty(keys.stage));
+        Release(shared.keys_empty(keys.stage));
         keys.Next();
         wait_values(n);
-        release(shared.values_empty(values.stage));
+        Release(shared.values_empty(values.stage));
         values.Next();
       }
     }
@@ -358,7 +355,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       if (kTurns) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
       WaitMatrix<0>();
       Pin(score);
-      release(shared.keys_empty(keys.stage));
+      Release(shared.keys_empty(keys.stage));
       keys.Next();
       OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
       pack_weights();
@@ -371,13 +368,13 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         if (kTurns) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
         WaitMatrix<1>();
         Pin(score);
-        release(shared.keys_empty(keys.stage));
+        Release(shared.keys_empty(keys.stage));
         keys.Next();
         OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
         if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
         WaitMatrix<0>();
         Pin(out);
-        release(shared.values_empty(values.stage));
+        Release(shared.values_empty(values.stage));
         values.Next();
         // The largest score seldom changes after a row's first keys.
         if (!kAsks || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
@@ -386,16 +383,15 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         }
         pack_weights();
       }
-      if (!S::kQueriesInRegisters) release(shared.queries_empty(queries.stage));
+      if (!S::kQueriesInRegisters) Release(shared.queries_empty(queries.stage));
       wait_values(first);
       start_values(values.stage);
       WaitMatrix<0>();
       Pin(out);
-      release(shared.values_empty(values.stage));
+      Release(shared.values_empty(values.stage));
       values.Next();
     } else if (!S::kQueriesInRegisters) {
-      __syncwarp();  // the stage is given back for all lanes
-      release(shared.queries_empty(queries.stage));
+      Release(shared.queries_empty(queries.stage));
     }
     queries.Next();
 

@@ -117,15 +117,12 @@ __device__ inline void TurnTile(uint32_t from, uint32_t to, int low, int high) {
 // The converting warps.
 template <typename T, typename S, bool kE5m2>
 __device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
-  const int lane = threadIdx.x & 31;
   PipelineState<S::kStages> keys;
   PipelineState<S::kValueStages> values;
   PipelineState<S::kRawStages> raw;
-  // All lanes must have read and written before one speaks for them.
   auto finish = [&](uint32_t full) {
     FenceProxy();
-    __syncwarp();
-    if (lane == 0) Arrive(full), Arrive(shared.raw_empty(raw.stage));
+    Release(full), Release(shared.raw_empty(raw.stage));
     raw.Next();
   };
   typename S::Tile tile(w.p);

@@ -59,8 +59,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
   // The copies of all lanes have arrived; also for the matrix instructions.
   auto finish = [](uint32_t full) {
     FenceProxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(full);
+    Release(full);
   };
   // Two stages arrive while a third one is asked for.
   uint32_t older = 0, newer = 0;

@@ -98,7 +98,6 @@ struct WideShape {
   static constexpr int kQTileTokens = 64 * kConsumers;
   static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
   using Tile = WideTile<kQTileTokens>;
-  static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = !kDirect && kDims <= 128;
@@ -179,19 +178,19 @@ struct WideShared {
 
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
-    constexpr int kConverters = S::kConvertingWarps;
-    const int plain = gathers ? kGatheringWarps : 1;
+    constexpr int kConverters = 32 * S::kConvertingWarps;
+    const int plain = gathers ? 32 * kGatheringWarps : 1;
     for (int i = 0; i < S::kQueryStages; ++i) {
       InitBarrier(queries_full(i), 1);
-      InitBarrier(queries_empty(i), S::kConsumerWarps);
+      InitBarrier(queries_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? 1 : kConverters);
-      InitBarrier(keys_empty(i), S::kConsumerWarps);
+      InitBarrier(keys_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kValueStages; ++i) {
       InitBarrier(values_full(i), S::kDirect ? plain : kConverters);
-      InitBarrier(values_empty(i), S::kConsumerWarps);
+      InitBarrier(values_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kRawStages; ++i) {
       InitBarrier(raw_full(i), 1);

@@ -146,7 +146,7 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       start_gradient(grad_k, gradient_tile, shared.queries(turn.stage));
       attention::WaitMatrix<2>();
       grad_v.PinAll();
-      Release(shared.grad_out_empty(grad_turn.stage));
+      attention::Release(shared.grad_out_empty(grad_turn.stage));
       attention::WaitMatrix<1>();
       grad_q.PinAll();
 #pragma unroll
@@ -156,10 +156,10 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       }
       attention::WaitMatrix<0>();
       grad_k.PinAll();
-      Release(shared.queries_empty(turn.stage));
+      attention::Release(shared.queries_empty(turn.stage));
     }
     const auto item = LoadShared<WideItem>(shared.item());
-    Release(shared.keys_empty());
+    attention::Release(shared.keys_empty());
     grad_k.template Store<T>(p.grad_k, item, p.head_size, row, group, p.softmax_scale);
     grad_v.template Store<T>(p.grad_v, item, p.head_size, row, group, 1.f);
   }

@@ -95,16 +95,16 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       attention::WaitMatrix<1>();
       Pin(grad_v);
       Pin(grad_q);
-      Release(shared.grad_out_empty(turn.stage));
+      attention::Release(shared.grad_out_empty(turn.stage));
       HandOverSums<kHalfColumns / 2>(shared, steps, group, [&](int i) {
         return make_float4(grad_q[4 * i], grad_q[4 * i + 1], grad_q[4 * i + 2], grad_q[4 * i + 3]);
       });
       attention::WaitMatrix<0>();
       Pin(grad_k);
-      Release(shared.queries_empty(turn.stage));
+      attention::Release(shared.queries_empty(turn.stage));
     }
     const auto item = LoadShared<WideItem>(shared.item());
-    Release(shared.keys_empty());
+    attention::Release(shared.keys_empty());
     StoreKeys<T, kDims>(p.grad_k, item, p.head_size, row, 0, p.softmax_scale, grad_k);
     StoreKeys<T, kDims>(p.grad_v, item, p.head_size, row, 0, 1.f, grad_v);
   }

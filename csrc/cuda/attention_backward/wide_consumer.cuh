@@ -40,11 +40,6 @@ __device__ inline void StoreShared4(uint32_t to, float4 x) {
                : "memory");
 }
 
-// Says that this thread is done with what a barrier stands for. Each lane says so itself: one that
-// spoke for its warp after __syncwarp would do, but where ptxas knows that the lanes are together
-// it leaves that out, and compute-sanitizer's racecheck misses it. It takes no longer.
-__device__ inline void Release(uint32_t barrier) { attention::Arrive(barrier); }
-
 // Writes zeros to rows of a tile in shared memory that do not belong to the sequence: they may hold
 // NaN, and 0 times NaN is not 0. Rows [low, high) stay. Both warpgroups must call it, with the same
 // arguments.
@@ -220,7 +215,7 @@ __device__ void HandOverSums(const WideShared<kDims>& shared, uint32_t number, i
     StoreShared4(to + i * kWarpgroupThreads * 16, vector(i));
   }
   attention::FenceProxy();
-  Release(shared.sums_full());
+  attention::Release(shared.sums_full());
 }
 
 // The consumer warpgroup of this thread, 0 or 1, and the steps of an item; < 0: there is none. The
