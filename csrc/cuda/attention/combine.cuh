@@ -91,9 +91,9 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
   }
   const int token = tile.first_query + r / p.group_size;
   const int head = kv_head * p.group_size + r % p.group_size;
-  const float2 end = FinishRow(row_max, row_sum, p.Sink(head));
-  const float whole = end.x * p.ValueScale(tile.index, kv_head);
-  if (lane == 0) p.StoreLse(token, head, end.y);
+  const RowEnd end = {row_max, row_sum, p.Sink(head)};
+  const float whole = end.Factor() * p.ValueScale(tile.index, kv_head);
+  if (lane == 0) p.StoreLse(token, head, end);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     if (i * 32 + lane < p.v_head_size) p.StoreOut(token, head, i * 32 + lane, out[i] * whole);

@@ -77,9 +77,9 @@ __device__ void Attend(const Problem& p, const PlannedSequence& s, int index, in
       }
     }
   }
-  const float2 end = FinishRow(row_max, row_sum, p.Sink(head));
-  const float whole = end.x * p.ValueScale(index, kv_head);
-  if (lane == 0) p.StoreLse(token, head, end.y);
+  const RowEnd end = {row_max, row_sum, p.Sink(head)};
+  const float whole = end.Factor() * p.ValueScale(index, kv_head);
+  if (lane == 0) p.StoreLse(token, head, end);
 #pragma unroll
   for (int i = 0; i < kValueDims; ++i) {
     const int d = i * kLanes + lane;

@@ -268,24 +268,39 @@ __device__ void CheckTables(const PlanProblem& p, const LongList& list) {
   __syncthreads();
 }
 
-// Lists the q tiles of many queries, sequence by sequence.
-__device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int2* tiles) {
-  auto list_tiles = [&](const LongSequence& l, int first, int step) {
-    const PlannedSequence s = list.sequences.Get(l.index);
+// Calls body(tile, place) for the q tiles of many queries. The last tile of a sequence comes first,
+// since it sees the most keys: this matters if the list stays unsorted.
+template <typename Body>
+__device__ void ForEachMany(const PlanProblem& p, const LongList& list, Body&& body) {
+  ForEachLong(list, [&](const LongSequence& l, int first, int step) {
     const int count = ManyTiles(p, l.role, l.num_queries);
+    if (first >= count) return;
+    const PlannedSequence s = list.sequences.Get(l.index);
 #pragma unroll 1
     for (int t = first; t < count; t += step) {
-      // Last tile first, since it sees the most keys: this matters if the list stays unsorted.
-      const int tile = count - 1 - t, place = l.first_tile + t;
-      tiles[place] = make_int2(l.index, tile);
-      const int first_query = tile * p.many_q_tile_tokens;
-      const int last_query = min(first_query + p.many_q_tile_tokens, s.num_queries) - 1;
-      const KeyRange keys = VisibleKeys(s, p.window, first_query, last_query);
-      if (place < kMaxSorted) shared.cost[place] = max(keys.end - keys.begin, 0);
+      ManyTile tile = {};
+      tile.index = l.index, tile.s = s;
+      tile.first_query = (count - 1 - t) * p.many_q_tile_tokens;
+      const int last_query = min(tile.first_query + p.many_q_tile_tokens, s.num_queries) - 1;
+      const KeyRange keys = VisibleKeys(s, p.window, tile.first_query, last_query);
+      tile.begin = keys.begin, tile.end = keys.end;
+      body(tile, l.first_tile + t);
     }
-  };
-  ForEachLong(list, [&](const LongSequence& l, int first, int step) {
-    if (l.role == kMany) list_tiles(l, first, step);
+  });
+}
+
+// Lists the `count` q tiles of many queries, the most expensive first.
+__device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int count,
+                         ManyTile* tiles) {
+  const bool sorted = count <= kMaxSorted;
+  if (sorted) {
+    ForEachMany(p, list, [&](const ManyTile& tile, int place) {
+      shared.cost[place] = max(tile.end - tile.begin, 0);
+    });
+    __syncthreads();
+  }
+  ForEachMany(p, list, [&](const ManyTile& tile, int place) {
+    tiles[sorted ? RankByCost(shared.cost, count, place) : place] = tile;
   });
 }
 
@@ -413,7 +428,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   LongList long_list{sequences, p.plan + layout.long_list(), shared.kept_long, 0, false};
   int32_t* rest_starts = p.plan + layout.rest_starts();
   int32_t* few_starts = index.num_sequences < kMaxKept ? shared.few_starts : rest_starts;
-  auto* many_tiles = reinterpret_cast<int2*>(p.plan + layout.many_tiles());
+  auto* many_tiles = reinterpret_cast<ManyTile*>(p.plan + layout.many_tiles());
   int32_t* token_sequence = p.plan + layout.token_sequence();
 
   const int num_sequences = NumSequences(index);
@@ -440,10 +455,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     p.plan[PlanLayout::kTotals + kMany] = num_many;
   }
   __syncthreads();
-  if (num_many > 0) ListMany(p, shared, long_list, many_tiles);
-  __syncthreads();
-  if (num_many > 0 && num_many <= kMaxSorted)
-    SortByCost<kMaxSorted>(shared.cost, many_tiles, num_many);
+  if (num_many > 0) ListMany(p, shared, long_list, num_many, many_tiles);
 }
 
 }  // namespace

@@ -50,6 +50,14 @@ struct alignas(16) PlannedSequence : Sequence {
   int32_t unused[2];
 };
 
+// A q tile of the engine for many queries. The plan writes it; head and kv_head are the engine's.
+struct alignas(16) ManyTile {
+  int32_t index, head, kv_head;
+  int32_t first_query;  // in the sequence
+  int32_t begin, end;   // the keys that any of its queries sees
+  Sequence s;
+};
+
 // A token's entry in token_sequence: its sequence s; kNoSequence outside every sequence; or
 // KeylessMark(s) if the sequence sees no key.
 constexpr int kNoSequence = -1;
@@ -100,12 +108,14 @@ struct PlanLayout {
   }
   // The sequences that several threads of the plan kernel share [S]
   __host__ __device__ int64_t long_list() const { return rest_starts() + num_sequences + 1; }
-  // many: (sequence, q tile in it), the most expensive first [num_many]
+  // many: the q tiles, the most expensive first [num_many]
   __host__ __device__ int64_t many_tiles() const {
-    return (long_list() + num_sequences + 1) / 2 * 2;
+    return (long_list() + num_sequences + 3) / 4 * 4;
   }
   // The mark of each query token [T]
-  __host__ __device__ int64_t token_sequence() const { return many_tiles() + 2ll * num_many; }
+  __host__ __device__ int64_t token_sequence() const {
+    return many_tiles() + int64_t{sizeof(ManyTile) / 4} * num_many;
+  }
   // Optional: the slot of each query token's new key, -1 if it has none; int64 [T]
   __host__ __device__ int64_t slots() const { return (token_sequence() + num_tokens + 1) / 2 * 2; }
   __host__ __device__ int64_t words() const {
@@ -119,7 +129,7 @@ struct PlanView {
   const PlannedSequence* sequences;
   const FewBlock* few_blocks;
   const int32_t* rest_starts;
-  const int2* many_tiles;
+  const ManyTile* many_tiles;
   const int32_t* token_sequence;
   int32_t num_sequences;
 
@@ -129,7 +139,7 @@ struct PlanView {
         sequences(reinterpret_cast<const PlannedSequence*>(plan + layout.sequences())),
         few_blocks(reinterpret_cast<const FewBlock*>(plan + layout.few_blocks())),
         rest_starts(plan + layout.rest_starts()),
-        many_tiles(reinterpret_cast<const int2*>(plan + layout.many_tiles())),
+        many_tiles(reinterpret_cast<const ManyTile*>(plan + layout.many_tiles())),
         token_sequence(plan + layout.token_sequence()),
         num_sequences(layout.num_sequences) {}
 };

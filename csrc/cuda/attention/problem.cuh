@@ -38,6 +38,27 @@ struct PerHead {
   }
 };
 
+// The end of a row's softmax.
+struct RowEnd {
+  float row_max;  // in log2
+  float row_sum;  // of 2^(score - row_max)
+  float sink;     // natural; -inf: none
+
+  // Normalizes the sum of weighted values.
+  __device__ float Factor() const {
+    if (row_sum == 0.f) return 0.f;
+    return 1.f / (sink == -INFINITY ? row_sum : row_sum + exp2f(sink * kLog2e - row_max));
+  }
+  // The natural LSE.
+  __device__ float Lse() const {
+    if (row_sum == 0.f) return sink;
+    if (sink == -INFINITY) return row_sum > 0.f ? (row_max + log2f(row_sum)) * kLn2 : NAN;
+    const float total = row_sum + exp2f(sink * kLog2e - row_max);
+    return isinf(total) ? sink + log1pf(exp2f(row_max - sink * kLog2e) * row_sum)
+                        : (row_max + log2f(total)) * kLn2;
+  }
+};
+
 struct Problem {
   Rows q, out;
   float* lse;  // may be null
@@ -110,6 +131,10 @@ struct Problem {
     if (lse != nullptr) lse[head * lse_stride_head + token * lse_stride_token] = value;
   }
 
+  __device__ void StoreLse(int token, int head, const RowEnd& end) const {
+    if (lse != nullptr) StoreLse(token, head, end.Lse());
+  }
+
   // Stores a single output element.
   __device__ void StoreOut(int token, int head, int dim, float value) const {
     const int64_t i = token * out.stride_token + head * out.stride_head + dim * out.stride_dim;
@@ -122,22 +147,6 @@ struct Problem {
     }
   }
 };
-
-// The end of a row's softmax, from row_max (in log2), row_sum, the sum of 2^(score - row_max), and
-// the sink. Returns the factor that normalizes the sum of weighted values, and the natural LSE.
-__device__ inline float2 FinishRow(float row_max, float row_sum, float sink) {
-  float lse = row_sum > 0.f ? (row_max + log2f(row_sum)) * kLn2 : row_sum == 0.f ? -INFINITY : NAN;
-  float factor = row_sum == 0.f ? 0.f : 1.f / row_sum;
-  if (sink != -INFINITY) {
-    const float sink2 = sink * kLog2e;
-    if (row_sum == 0.f) return make_float2(0.f, sink);
-    const float total = row_sum + exp2f(sink2 - row_max);
-    factor = 1.f / total;
-    lse = isinf(total) ? sink + log1pf(exp2f(row_max - sink2) * row_sum)
-                       : (row_max + log2f(total)) * kLn2;
-  }
-  return make_float2(factor, lse);
-}
 
 }  // namespace flashxla::attention
 

@@ -55,23 +55,27 @@ struct Scan {
   }
 };
 
-// Sorts at most kMost tiles, the most expensive first. A tile's rank is the number of tiles before
-// it. All threads of the block must call it.
+// How many of `count` tiles come before tile k if the most expensive come first.
+__device__ inline int RankByCost(const int32_t* cost, int count, int k) {
+  const int own = cost[k];
+  int rank = 0;
+#pragma unroll 4
+  for (int j = 0; j < count; ++j) rank += cost[j] > own || (cost[j] == own && j < k);
+  return rank;
+}
+
+// Sorts at most kMost tiles, the most expensive first. All threads of the block must call it.
 template <int kMost>
 __device__ void SortByCost(const int32_t* cost, int2* tiles, int count) {
   constexpr int kEach = kMost / kScanThreads;
   int2 mine[kEach];
-  int rank[kEach] = {};
+  int rank[kEach];
 #pragma unroll 1
   for (int n = 0; n < kEach; ++n) {
     const int k = threadIdx.x + n * kScanThreads;
     if (k >= count) continue;
     mine[n] = tiles[k];
-    const int own = cost[k];
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) {
-      rank[n] += cost[j] > own || (cost[j] == own && j < k);
-    }
+    rank[n] = RankByCost(cost, count, k);
   }
   __syncthreads();
 #pragma unroll 1

@@ -174,9 +174,9 @@ class SimtFew {
         out += shared.out[warp][r][d] * factor;
       }
       const int token = item.Token(p, first_row + r), head = item.Head(p, first_row + r);
-      const float2 end = FinishRow(row_max, row_sum, p.Sink(head));
-      if (d == 0) p.StoreLse(token, head, end.y);
-      p.StoreOut(token, head, d, out * end.x * value_scale);
+      const RowEnd end = {row_max, row_sum, p.Sink(head)};
+      if (d == 0) p.StoreLse(token, head, end);
+      p.StoreOut(token, head, d, out * end.Factor() * value_scale);
     }
   }
 };

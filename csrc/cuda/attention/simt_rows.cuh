@@ -350,9 +350,9 @@ struct SimtRows {
     }
     const SimtItem& item = shared.item;
     const int token = item.Token(p, row), head = item.Head(p, row);
-    const float2 end = FinishRow(row_max, row_sum, p.Sink(head));
-    p.StoreLse(token, head, end.y);
-    shared.factor[row] = end.x * p.ValueScale(item.index, item.kv_head);
+    const RowEnd end = {row_max, row_sum, p.Sink(head)};
+    p.StoreLse(token, head, end);
+    shared.factor[row] = end.Factor() * p.ValueScale(item.index, item.kv_head);
   }
 };
 

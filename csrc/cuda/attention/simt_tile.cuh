@@ -331,9 +331,9 @@ class SimtTile {
       for (int lanes = 8; lanes > 0; lanes /= 2) total += __shfl_xor_sync(kAllLanes, total, lanes);
       if (row >= item.num_rows) continue;
       const int token = item.Token(p, row), head = item.Head(p, row);
-      const float2 end = FinishRow(row_max[i], total, p.Sink(head));
-      const float factor = end.x * value_scale;
-      if (x == 0) p.StoreLse(token, head, end.y);
+      const RowEnd end = {row_max[i], total, p.Sink(head)};
+      const float factor = end.Factor() * value_scale;
+      if (x == 0) p.StoreLse(token, head, end);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int d = c / 4 * 64 + x * 4 + c % 4;

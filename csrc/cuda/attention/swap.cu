@@ -28,6 +28,7 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
 #pragma unroll 1
   for (int key = at.first_key(); at.step < segment_end; ++at.step, key += kFewKvTileKeys) {
     WaitBarrier(shared.full(stage), parity);
+    ZeroValues(shared, stage);
     if (!idle) tile.Step(w.p, stage, key);
     Release(shared.empty(stage));
     if (++stage == S::kStages) stage = 0, parity ^= 1;

@@ -13,8 +13,9 @@
 namespace flashxla::attention {
 
 constexpr int kSwapGroupWarps = kWarpgroupThreads / 32;
-// Named barrier of a warpgroup.
+// Named barriers: of a warpgroup, and of all consumer warps.
 __device__ inline int SwapBarrier(int group) { return 1 + group; }
+constexpr int kSwapZeroBarrier = 3;
 
 struct SwapProblem {
   CUtensorMap k, v;

@@ -51,6 +51,23 @@ __device__ inline uint64_t After(uint64_t descriptor, int bytes) {
   return descriptor >> 32 << 32 | low;
 }
 
+// Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0. All
+// consumer warps must call it.
+template <typename S>
+__device__ void ZeroValues(const SwapShared<S>& shared, int stage) {
+  const uint64_t mask = shared.mask(stage);
+  if (mask == ~uint64_t{0}) return;
+  char* values = shared.stage_data(stage) + S::kHalfBytes;
+  constexpr int kChunks = S::kRowBytes / 16, kThreads = 32 * S::kConsumerWarps;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < S::kBlocks * kFewKvTileKeys * kChunks; i += kThreads) {
+    if ((mask >> (i / kChunks % kFewKvTileKeys)) & 1) continue;
+    reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
+  }
+  FenceProxy();
+  SyncNamed(kSwapZeroBarrier, kThreads);
+}
+
 // S: the SwapShape. A thread has kRows / 4 rows, of which it sees the keys lane / 4 and
 // lane / 4 + 8 of its warp's 16, and the same places among the dims of the output.
 template <typename S, int kRows>
@@ -122,7 +139,6 @@ struct SwapTile {
   // Takes the step of 64 keys from `first` on, which are in `stage`. mask: which of them exist.
   __device__ void Step(const Problem& p, int stage, int first) {
     const uint64_t mask = shared.mask(stage);
-    if (mask != ~uint64_t{0}) ZeroValues(mask, stage);
     const uint32_t keys = shared.stage(stage), values = keys + S::kHalfBytes;
     const uint64_t weights = MatrixDescriptor(shared.weights(group), 0);
     const uint64_t queries = MatrixDescriptor(shared.queries(group), 0);
@@ -205,9 +221,9 @@ struct SwapTile {
     if (thread() < RowsOf(p, at)) {
       const int row = first_row + thread();
       const int head = kv_head * p.group_size + row % p.group_size;
-      const float2 end = FinishRow(rows.row_max[thread()], SumOf(thread()), p.Sink(head));
-      rows.factor[thread()] = end.x * p.ValueScale(at.index, kv_head);
-      p.StoreLse(at.sequence.first_query + row / p.group_size, head, end.y);
+      const RowEnd end = {rows.row_max[thread()], SumOf(thread()), p.Sink(head)};
+      rows.factor[thread()] = end.Factor() * p.ValueScale(at.index, kv_head);
+      p.StoreLse(at.sequence.first_query + row / p.group_size, head, end);
     }
     SyncGroup();
 #pragma unroll
@@ -348,20 +364,6 @@ struct SwapTile {
     for (int n = 0; n < 4; ++n) {
       x[n] = Pack<typename S::Out>(at(d + 2 * n), at(d + 2 * n + 1));
     }
-  }
-
-  // Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0.
-  // Two warpgroups both write the same zeros, so that neither waits for the other.
-  __device__ void ZeroValues(uint64_t mask, int stage) const {
-    char* values = shared.stage_data(stage) + S::kHalfBytes;
-    constexpr int kChunks = S::kRowBytes / 16;
-#pragma unroll 1
-    for (int i = thread(); i < S::kBlocks * kFewKvTileKeys * kChunks; i += kWarpgroupThreads) {
-      if ((mask >> (i / kChunks % kFewKvTileKeys)) & 1) continue;
-      reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
-    }
-    FenceProxy();
-    SyncGroup();
   }
 
   // Turns dot products into weights, i.e. 2^(score - base), and adds these to the sums.

@@ -190,9 +190,9 @@ struct WarpAttention {
       if (row >= s.num_queries * p.group_size) continue;
       const int token = s.first_query + row / p.group_size;
       const int head = kv_head * p.group_size + row % p.group_size;
-      const float2 end = FinishRow(row_max[r], row_sum[r], p.Sink(head));
-      const float factor = end.x * value_scale;
-      if (lane % 4 == 0) p.StoreLse(token, head, end.y);
+      const RowEnd end = {row_max[r], row_sum[r], p.Sink(head)};
+      const float factor = end.Factor() * value_scale;
+      if (lane % 4 == 0) p.StoreLse(token, head, end);
       Out* to = reinterpret_cast<Out*>(p.out.data) + token * p.out.stride_token +
                 head * p.out.stride_head;
 #pragma unroll

@@ -26,9 +26,8 @@ struct RowState {
   int diagonal;                  // position of the first of the two rows among the keys
 
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
-  template <typename Tile>
-  __device__ RowState(const Problem& p, const Tile& tile, int group, int row0) {
-    const PlannedSequence& s = tile.s;
+  __device__ RowState(const Problem& p, const ManyTile& tile, int group, int row0) {
+    const Sequence& s = tile.s;
     const int last_query = s.num_queries - 1;
     const int group_query = tile.first_query + group * 64;
     begin_all = p.Visible(s, min(group_query + 63, last_query)).begin;
@@ -50,9 +49,8 @@ struct ScoreRule {
   float scale, softcap, slope;
   bool negative;
 
-  template <typename Tile>
-  __device__ ScoreRule(const Problem& p, const Tile& tile, int kv_head) {
-    scale = p.ScoreScale(tile.index, kv_head), softcap = 0.f;
+  __device__ ScoreRule(const Problem& p, const ManyTile& tile) {
+    scale = p.ScoreScale(tile.index, tile.kv_head), softcap = 0.f;
     negative = scale < 0.f;  // then it is the queries that are negated
     scale = fabsf(scale);
     // Neither is 0: 0 times the -inf of a masked score is NaN, and a softcap of 0 is none.
@@ -158,32 +156,61 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
   }
 }
 
+// Four lanes that have x[j] of column j each exchange them: each gets a row, x[i] of lane i.
+__device__ inline void TransposeQuad(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool high = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t &low_word = x[i], &high_word = x[i + step];
+      const uint32_t other = __shfl_xor_sync(kAllLanes, high ? low_word : high_word, step);
+      (high ? low_word : high_word) = other;
+    }
+  }
+}
+
 // Normalizes and writes rows row0 and row0 + 8 of a q tile.
-template <typename T, int kDims, int kLift, typename Tile>
-__device__ void StoreRows(const Problem& p, const Tile& tile, int kv_head, int row0,
-                          const RowState& rows, float scale, const float (&out)[kDims / 2]) {
+template <typename T, int kDims, int kLift>
+__device__ void StoreRows(const Problem& p, const ManyTile& tile, int row0, const RowState& rows,
+                          float scale, const float (&out)[kDims / 2]) {
   const int lane = threadIdx.x & 31;
   constexpr float kLower = 1.f / (1 << kLift);
-  const float value_scale = p.ValueScale(tile.index, kv_head) * kLower;
+  const float value_scale = p.ValueScale(tile.index, tile.kv_head) * kLower;
+  const float sink = p.Sink(tile.head);
+  bool exists[2];
+  float whole[2];
+  T* to[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float row_sum = rows.row_sum[r];
     row_sum += __shfl_xor_sync(kAllLanes, row_sum, 1);
     row_sum += __shfl_xor_sync(kAllLanes, row_sum, 2);
-    const int query = tile.first_query + row0 + 8 * r;
-    if (query > tile.s.num_queries - 1) continue;
-    const int token = tile.s.first_query + query;
-    const float2 end = FinishRow(rows.row_max[r] * scale, row_sum * kLower, p.Sink(tile.head));
-    if (lane % 4 == 0) p.StoreLse(token, tile.head, end.y);
-    const float whole = end.x * value_scale;
-    T* to = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token +
+    const int query = tile.first_query + row0 + 8 * r, token = tile.s.first_query + query;
+    exists[r] = query < tile.s.num_queries;
+    const RowEnd end = {rows.row_max[r] * scale, row_sum * kLower, sink};
+    if (exists[r] && lane % 4 == 0) p.StoreLse(token, tile.head, end);
+    whole[r] = end.Factor() * value_scale;
+    to[r] = reinterpret_cast<T*>(p.out.data) + token * p.out.stride_token +
             tile.head * p.out.stride_head;
+  }
+  // A lane has 2 of each 8 columns. After the exchange it stores all 8, since the number of stores
+  // counts: each takes a cycle for each row.
 #pragma unroll
-    for (int i = 0; i < kDims / 8; ++i) {
-      const int d = i * 8 + lane % 4 * 2;
-      if (d < p.head_size) {
-        *reinterpret_cast<uint32_t*>(to + d) =
-            Pack<T>(out[i * 4 + 2 * r] * whole, out[i * 4 + 2 * r + 1] * whole);
+  for (int i = 0; i < kDims / 8; i += 4) {
+    const int d = (i + lane % 4) * 8;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* pair = &out[(i + j) * 4 + 2 * r];
+        x[j] = Pack<T>(pair[0] * whole[r], pair[1] * whole[r]);
+      }
+      TransposeQuad(x);
+      if (exists[r] && d < p.head_size) {
+        *reinterpret_cast<uint4*>(to[r] + d) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }
@@ -228,11 +255,11 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
 
-  typename S::Tile tile(p);
-  while (tile.Next(p)) {
-    const PlannedSequence& s = tile.s;
-    const int kv_head = tile.head / p.group_size;
-    const ScoreRule rule(p, tile, kv_head);
+  WideTiles<S> tiles(shared);
+  while (const ManyTile* next = tiles.Next()) {
+    const ManyTile& tile = *next;
+    const Sequence& s = tile.s;
+    const ScoreRule rule(p, tile);
     RowState rows(p, tile, group, row0);
     float out[kDims / 2], score[kKeys / 2], factor[2];
     uint32_t weights[kKeySteps][4];
@@ -395,8 +422,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     }
     queries.Next();
 
-    StoreRows<Out, kDims, kLift>(p, tile, kv_head, row0, rows, rule.template rest<S::kAlibi>(),
-                                 out);
+    StoreRows<Out, kDims, kLift>(p, tile, row0, rows, rule.template rest<S::kAlibi>(), out);
   }
 }
 
@@ -461,7 +487,9 @@ const char* WhyNotWide(const Facts& facts) {
   if (!TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
     return "TMA does not support the strides of the queries";
   }
-  if (!p.out_pairs) return "out's strides or address do not allow 4-byte stores";
+  if (!AreVectors(p.out, p.out_dtype)) {
+    return "strides or addresses of out are not multiples of 16 bytes";
+  }
   return "";
 }
 

@@ -17,10 +17,10 @@ struct WideRows {
   static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
   static constexpr int kAtOnce = 32 / kVectors;                     // rows
   const Problem& p;
-  const typename S::Tile& tile;
+  const ManyTile& tile;
   int first_row;  // in the kv tile
 
-  __device__ WideRows(const Problem& problem, const typename S::Tile& q_tile)
+  __device__ WideRows(const Problem& problem, const ManyTile& q_tile)
       : p(problem), tile(q_tile), first_row(threadIdx.x / 32 * kCount) {}
 
   // The block and token of the lane's row in kv tile n; a block of -1 if that key does not exist.
@@ -68,13 +68,18 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
     if (older != 0) finish(older);
     older = newer, newer = full;
   };
-  typename S::Tile tile(p);
-  while (tile.Next(p)) {
-    if (threadIdx.x < 32) LoadQueryTile(w, shared, tile, queries);
-    const WideRows<S> rows(p, tile);
-    const int kv_head = tile.head / p.group_size;
-    const int first = tile.begin / S::kKeys;
-    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+  WideSchedule<S> schedule(shared);
+  WideTiles<S> tiles(shared);
+  if (threadIdx.x < 32) schedule.HandOut(p);
+  while (const ManyTile* tile = tiles.Next()) {
+    if (threadIdx.x < 32) {
+      schedule.HandOut(p);
+      LoadQueryTile(w, shared, *tile, queries);
+    }
+    const WideRows<S> rows(p, *tile);
+    const int kv_head = tile->kv_head;
+    const int first = tile->begin / S::kKeys;
+    int n = (tile->end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = rows.Locate(n);
     for (; n >= first; --n) {
       const int2 next = rows.Locate(n - 1);  // early, to hide the block table's latency

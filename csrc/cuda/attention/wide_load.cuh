@@ -3,6 +3,8 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_LOAD_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_LOAD_CUH_
 
+#include <cstddef>
+
 #include "cuda/attention/hopper.cuh"
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/problem.cuh"
@@ -31,53 +33,6 @@ enum class WideScores {
   kAny,     // and ALiBi, and direct keys in pages so small that threads copy them
 };
 
-// The tile scheduler: the q tiles of a thread block, one per round. The list of q tiles starts with
-// the most expensive ones, and every other round goes over the blocks backwards, so that all blocks
-// get similar shares. The next round's tile is fetched ahead.
-template <int kTokens>
-struct WideTile {
-  int index, head, first_query, begin, end;
-  PlannedSequence s;
-
-  __device__ explicit WideTile(const Problem& p) {
-    total_ = p.plan.totals[kMany] * p.num_heads;
-    next_tile_ = TileOf(p, 0);
-    next_ = p.plan.sequences[next_tile_.x];
-    after_ = TileOf(p, 1);
-  }
-
-  // Moves to the next tile; false if there are no more.
-  __device__ bool Next(const Problem& p) {
-    const int item = ItemOf(round_);
-    if (item >= total_) return false;
-    index = next_tile_.x, head = item % p.num_heads;
-    first_query = next_tile_.y * kTokens;
-    s = next_;
-    next_tile_ = after_;
-    next_ = p.plan.sequences[next_tile_.x];
-    after_ = TileOf(p, ++round_ + 1);
-    // Two calls, since a single one takes more registers.
-    begin = p.Visible(s, first_query).begin;
-    end = p.Visible(s, min(first_query + kTokens, s.num_queries) - 1).end;
-    return true;
-  }
-
- private:
-  int round_ = 0, total_;
-  int2 next_tile_, after_;  // sequence and q tile of rounds round_ and round_ + 1
-  PlannedSequence next_;
-
-  __device__ int ItemOf(int round) const {
-    const int blocks = gridDim.x;
-    const int place = round % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
-    return round * blocks + place;
-  }
-  __device__ int2 TileOf(const Problem& p, int round) const {
-    const int item = ItemOf(round);
-    return item < total_ ? p.plan.many_tiles[item / p.num_heads] : make_int2(0, 0);
-  }
-};
-
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
   return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
 }
@@ -97,7 +52,6 @@ struct WideShape {
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileTokens = 64 * kConsumers;
   static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
-  using Tile = WideTile<kQTileTokens>;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = !kDirect && kDims <= 128;
@@ -123,10 +77,14 @@ struct WideShape {
   static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
   static constexpr int kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
-  static constexpr int kBarrierBytes = 8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages);
+  static constexpr int kTileStages = 4;  // q tiles that warps may be apart
+  static constexpr int kTileBytes = kTileStages * int{sizeof(ManyTile)};
+  static constexpr int kBarrierBytes =
+      8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages + kTileStages);
   // Aligning the stages may take up to 1 KB.
   static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
-                                kValueStages * kValueBytes + kRawStages * kRawBytes + kBarrierBytes;
+                                kValueStages * kValueBytes + kRawStages * kRawBytes + kTileBytes +
+                                kBarrierBytes;
   // Of a thread: together what all threads have at the start.
   static constexpr bool kLoadsByTma = kDirect && !kAlibi;  // and does nothing else
   static constexpr int kProducerRegisters = kManyProducers   ? 48
@@ -149,15 +107,17 @@ struct WideProblem {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Addresses in shared memory: stages of queries, of keys and of values, and of raw keys and values.
-// Each stage has two barriers, one for "it is full" and one for "it is empty".
+// Addresses in shared memory: stages of queries, of keys and of values, of raw keys and values, and
+// of q tiles. Each stage has two barriers, one for "it is full" and one for "it is empty".
 template <typename S>
 struct WideShared {
   uint32_t base, barriers;
+  ManyTile* tiles;
 
-  __device__ explicit WideShared(const char* shared) {
+  __device__ explicit WideShared(char* shared) {
     base = (SharedAddress(shared) + 1023) / 1024 * 1024;
-    barriers = raw(S::kRawStages);
+    tiles = reinterpret_cast<ManyTile*>(shared + (raw(S::kRawStages) - SharedAddress(shared)));
+    barriers = raw(S::kRawStages) + S::kTileBytes;
   }
   __device__ uint32_t queries(int stage) const { return base + stage * S::kQueryBytes; }
   __device__ uint32_t keys(int stage) const {
@@ -175,6 +135,8 @@ struct WideShared {
   __device__ uint32_t queries_empty(int i) const { return queries_full(S::kQueryStages + i); }
   __device__ uint32_t raw_full(int i) const { return queries_full(2 * S::kQueryStages + i); }
   __device__ uint32_t raw_empty(int i) const { return raw_full(S::kRawStages + i); }
+  __device__ uint32_t tile_full(int i) const { return raw_full(2 * S::kRawStages + i); }
+  __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
 
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
@@ -196,6 +158,11 @@ struct WideShared {
       InitBarrier(raw_full(i), 1);
       InitBarrier(raw_empty(i), kConverters);
     }
+    for (int i = 0; i < S::kTileStages; ++i) {
+      InitBarrier(tile_full(i), 32);
+      InitBarrier(tile_empty(i), S::kConsumerThreads +
+                                     (S::kDirect && !gathers ? 96 : S::kProducerThreads));
+    }
     FenceProxy();
   }
 };
@@ -211,10 +178,62 @@ struct PipelineState {
   }
 };
 
+// A warp's walk through the q tiles of the thread block.
+template <typename S>
+class WideTiles {
+ public:
+  __device__ explicit WideTiles(const WideShared<S>& shared) : shared_(shared) {}
+
+  // The next tile, which stays until Next is called again; null if there are no more.
+  __device__ const ManyTile* Next() {
+    if (!first_) Release(shared_.tile_empty(state_.stage)), state_.Next();
+    first_ = false;
+    WaitBarrier(shared_.tile_full(state_.stage), state_.parity);
+    const ManyTile* tile = &shared_.tiles[state_.stage];
+    return tile->index >= 0 ? tile : nullptr;
+  }
+
+ private:
+  const WideShared<S>& shared_;
+  PipelineState<S::kTileStages> state_;
+  bool first_ = true;
+};
+
+// The tile scheduler: hands the q tiles of the thread block to all of its warps, one per round. The
+// list starts with the most expensive ones, and every other round goes over the blocks backwards,
+// so that all blocks get similar shares. One warp has it, which is a round ahead of the consumers.
+template <typename S>
+class WideSchedule {
+ public:
+  __device__ explicit WideSchedule(const WideShared<S>& shared) : shared_(shared) {}
+
+  __device__ void HandOut(const Problem& p) {
+    const int lane = threadIdx.x & 31, blocks = gridDim.x;
+    const int place = round_ % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
+    const int item = round_ * blocks + place, head = item % p.num_heads;
+    constexpr int kWords = sizeof(ManyTile) / 4;
+    int word = -1;
+    if (lane < kWords && item < p.plan.totals[kMany] * p.num_heads) {
+      word = reinterpret_cast<const int*>(&p.plan.many_tiles[item / p.num_heads])[lane];
+      if (lane == offsetof(ManyTile, head) / 4) word = head;
+      if (lane == offsetof(ManyTile, kv_head) / 4) word = head / p.group_size;
+    }
+    WaitBarrier(shared_.tile_empty(state_.stage), state_.parity ^ 1);
+    if (lane < kWords) reinterpret_cast<int*>(&shared_.tiles[state_.stage])[lane] = word;
+    Release(shared_.tile_full(state_.stage));
+    state_.Next(), ++round_;
+  }
+
+ private:
+  const WideShared<S>& shared_;
+  PipelineState<S::kTileStages> state_;
+  int round_ = 0;
+};
+
 // A warp loads the queries of a q tile.
 template <typename S>
 __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
-                              const typename S::Tile& tile, PipelineState<S::kQueryStages>& state) {
+                              const ManyTile& tile, PipelineState<S::kQueryStages>& state) {
   const uint32_t full = shared.queries_full(state.stage);
   WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
   if (threadIdx.x % 32 == 0) {
@@ -234,14 +253,11 @@ template <typename S>
 struct WideBoxes {
   static constexpr int kKeys = S::kKeys;
   const WideProblem& w;
-  const typename S::Tile& tile;
-  int kv_head, count;  // boxes of a kv tile
+  const ManyTile& tile;
+  int count;  // boxes of a kv tile
 
-  __device__ WideBoxes(const WideProblem& problem, const typename S::Tile& q_tile)
-      : w(problem),
-        tile(q_tile),
-        kv_head(q_tile.head / problem.p.group_size),
-        count(kKeys / problem.box_keys) {}
+  __device__ WideBoxes(const WideProblem& problem, const ManyTile& q_tile)
+      : w(problem), tile(q_tile), count(kKeys / problem.box_keys) {}
 
   // The block and token of a box of kv tile n. For keys that do not exist it is a box outside the
   // cache, which TMA fills with zeros.
@@ -271,7 +287,7 @@ struct WideBoxes {
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
         LoadBox4(to + c * kBlockBytes + box * w.box_keys * kWideRowBytes, map, full, c * kColumns,
-                 kv_head, place.y, place.x);
+                 tile.kv_head, place.y, place.x);
       }
     }
   }
@@ -282,19 +298,24 @@ struct WideBoxes {
 template <typename S>
 __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> state;
-  typename S::Tile tile(w.p);
-  while (tile.Next(w.p)) LoadQueryTile(w, shared, tile, state);
+  WideSchedule<S> schedule(shared);
+  WideTiles<S> tiles(shared);
+  schedule.HandOut(w.p);
+  while (const ManyTile* tile = tiles.Next()) {
+    schedule.HandOut(w.p);
+    LoadQueryTile(w, shared, *tile, state);
+  }
 }
 
 template <typename S, bool kValues>
 __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
   const int lane = threadIdx.x & 31;
   PipelineState<S::kStages> state;
-  typename S::Tile tile(w.p);
-  while (tile.Next(w.p)) {
-    const WideBoxes<S> boxes(w, tile);
-    const int first = tile.begin / S::kKeys;
-    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+  WideTiles<S> tiles(shared);
+  while (const ManyTile* tile = tiles.Next()) {
+    const WideBoxes<S> boxes(w, *tile);
+    const int first = tile->begin / S::kKeys;
+    int n = (tile->end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = boxes.Locate(n, lane);
     for (; n >= first; --n) {
       const int2 next = boxes.Locate(n - 1, lane);  // early, to hide the block table's latency
@@ -316,18 +337,21 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
-  typename S::Tile tile(w.p);
-  while (tile.Next(w.p)) {
-    LoadQueryTile(w, shared, tile, queries);
-    const WideBoxes<S> boxes(w, tile);
+  WideSchedule<S> schedule(shared);
+  WideTiles<S> tiles(shared);
+  schedule.HandOut(w.p);
+  while (const ManyTile* tile = tiles.Next()) {
+    schedule.HandOut(w.p);
+    LoadQueryTile(w, shared, *tile, queries);
+    const WideBoxes<S> boxes(w, *tile);
     auto load_raw = [&](const CUtensorMap* map, int n, int2 place) {
       WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
       boxes.template Load<S::kRawBlocks, S::kRawColumns>(map, shared.raw(raw.stage),
                                                          shared.raw_full(raw.stage), n, place);
       raw.Next();
     };
-    const int first = tile.begin / S::kKeys;
-    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+    const int first = tile->begin / S::kKeys;
+    int n = (tile->end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = boxes.Locate(n, lane);
     for (; n >= first; --n) {
       const int2 next = boxes.Locate(n - 1, lane);
