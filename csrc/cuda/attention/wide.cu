@@ -256,8 +256,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
 
   WideTiles<S> tiles(shared);
-  while (const ManyTile* next = tiles.Next()) {
-    const ManyTile& tile = *next;
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     const Sequence& s = tile.s;
     const ScoreRule rule(p, tile);
     RowState rows(p, tile, group, row0);
@@ -422,6 +421,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     }
     queries.Next();
 
+    tiles.Read(&tile);
     StoreRows<Out, kDims, kLift>(p, tile, row0, rows, rule.template rest<S::kAlibi>(), out);
   }
 }

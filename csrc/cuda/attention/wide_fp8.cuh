@@ -126,9 +126,9 @@ __device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
     raw.Next();
   };
   WideTiles<S> tiles(shared);
-  while (const ManyTile* tile = tiles.Next()) {
-    const int first = tile->begin / S::kKeys;
-    for (int n = (tile->end + S::kKeys - 1) / S::kKeys - 1; n >= first; --n) {
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    const int first = tile.begin / S::kKeys;
+    for (int n = (tile.end + S::kKeys - 1) / S::kKeys - 1; n >= first; --n) {
       if constexpr (!S::kFp8) {
         WaitBarrier(shared.raw_full(raw.stage), raw.parity);
         WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
@@ -140,7 +140,7 @@ __device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
       WaitBarrier(shared.values_empty(values.stage), values.parity ^ 1);
       if constexpr (S::kFp8) {
         TurnTile<S>(shared.raw(raw.stage), shared.values(values.stage),
-                    tile->s.first_key - n * S::kKeys, tile->s.num_keys - n * S::kKeys);
+                    tile.s.first_key - n * S::kKeys, tile.s.num_keys - n * S::kKeys);
       } else {
         WidenTile<__half, kE5m2, S>(shared.raw(raw.stage), shared.values(values.stage));
       }

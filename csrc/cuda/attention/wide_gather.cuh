@@ -68,18 +68,18 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
     if (older != 0) finish(older);
     older = newer, newer = full;
   };
-  WideSchedule<S> schedule(shared);
+  WideSchedule<S> schedule(p, shared);
   WideTiles<S> tiles(shared);
   if (threadIdx.x < 32) schedule.HandOut(p);
-  while (const ManyTile* tile = tiles.Next()) {
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     if (threadIdx.x < 32) {
+      LoadQueryTile(w, shared, tile, queries);
       schedule.HandOut(p);
-      LoadQueryTile(w, shared, *tile, queries);
     }
-    const WideRows<S> rows(p, *tile);
-    const int kv_head = tile->kv_head;
-    const int first = tile->begin / S::kKeys;
-    int n = (tile->end + S::kKeys - 1) / S::kKeys - 1;
+    const WideRows<S> rows(p, tile);
+    const int kv_head = tile.kv_head;
+    const int first = tile.begin / S::kKeys;
+    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = rows.Locate(n);
     for (; n >= first; --n) {
       const int2 next = rows.Locate(n - 1);  // early, to hide the block table's latency

@@ -18,6 +18,8 @@ constexpr int kWideRowBytes = 128;
 constexpr int kWideLeastBoxKeys = 8;
 constexpr int kGatheringWarps = kWarpgroupThreads / 32;
 
+constexpr int kTileWords = sizeof(ManyTile) / 4;
+
 // How keys and values get from memory to the products.
 enum class WideKeys {
   kDirect,   // 16 bit, as the queries: TMA loads them
@@ -78,7 +80,7 @@ struct WideShape {
   static constexpr int kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kTileStages = 4;  // q tiles that warps may be apart
-  static constexpr int kTileBytes = kTileStages * int{sizeof(ManyTile)};
+  static constexpr int kTileBytes = kTileStages * kTileWords * 4;
   static constexpr int kBarrierBytes =
       8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages + kTileStages);
   // Aligning the stages may take up to 1 KB.
@@ -112,11 +114,11 @@ struct WideProblem {
 template <typename S>
 struct WideShared {
   uint32_t base, barriers;
-  ManyTile* tiles;
+  int* first_tile;
 
   __device__ explicit WideShared(char* shared) {
     base = (SharedAddress(shared) + 1023) / 1024 * 1024;
-    tiles = reinterpret_cast<ManyTile*>(shared + (raw(S::kRawStages) - SharedAddress(shared)));
+    first_tile = reinterpret_cast<int*>(shared + (raw(S::kRawStages) - SharedAddress(shared)));
     barriers = raw(S::kRawStages) + S::kTileBytes;
   }
   __device__ uint32_t queries(int stage) const { return base + stage * S::kQueryBytes; }
@@ -137,6 +139,9 @@ struct WideShared {
   __device__ uint32_t raw_empty(int i) const { return raw_full(S::kRawStages + i); }
   __device__ uint32_t tile_full(int i) const { return raw_full(2 * S::kRawStages + i); }
   __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
+
+  // A ManyTile.
+  __device__ int* tile_words(int stage) const { return first_tile + stage * kTileWords; }
 
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
@@ -184,19 +189,32 @@ class WideTiles {
  public:
   __device__ explicit WideTiles(const WideShared<S>& shared) : shared_(shared) {}
 
-  // The next tile, which stays until Next is called again; null if there are no more.
-  __device__ const ManyTile* Next() {
-    if (!first_) Release(shared_.tile_empty(state_.stage)), state_.Next();
-    first_ = false;
+  // Moves to the next tile; false if there are no more.
+  __device__ bool Next(ManyTile* tile) {
     WaitBarrier(shared_.tile_full(state_.stage), state_.parity);
-    const ManyTile* tile = &shared_.tiles[state_.stage];
-    return tile->index >= 0 ? tile : nullptr;
+    Read(tile);
+    return tile->index >= 0;
+  }
+  // Each warp must say that it is done with a tile before it asks for the next one.
+  __device__ void Done() {
+    Release(shared_.tile_empty(state_.stage));
+    state_.Next();
+  }
+  // The present tile. To read it anew takes fewer registers than to keep it.
+  __device__ void Read(ManyTile* tile) const {
+    const int lane = threadIdx.x & 31;
+    const int word = lane < kTileWords ? shared_.tile_words(state_.stage)[lane] : 0;
+    // Like this ptxas knows that all lanes have the same, and keeps what follows from it, as the
+    // addresses of matrix instructions do, in uniform registers.
+#pragma unroll
+    for (int i = 0; i < kTileWords; ++i) {
+      reinterpret_cast<int*>(tile)[i] = __shfl_sync(kAllLanes, word, i);
+    }
   }
 
  private:
   const WideShared<S>& shared_;
   PipelineState<S::kTileStages> state_;
-  bool first_ = true;
 };
 
 // The tile scheduler: hands the q tiles of the thread block to all of its warps, one per round. The
@@ -205,21 +223,21 @@ class WideTiles {
 template <typename S>
 class WideSchedule {
  public:
-  __device__ explicit WideSchedule(const WideShared<S>& shared) : shared_(shared) {}
+  __device__ WideSchedule(const Problem& p, const WideShared<S>& shared)
+      : shared_(shared), total_(p.plan.totals[kMany] * p.num_heads) {}
 
   __device__ void HandOut(const Problem& p) {
     const int lane = threadIdx.x & 31, blocks = gridDim.x;
     const int place = round_ % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
     const int item = round_ * blocks + place, head = item % p.num_heads;
-    constexpr int kWords = sizeof(ManyTile) / 4;
     int word = -1;
-    if (lane < kWords && item < p.plan.totals[kMany] * p.num_heads) {
+    if (lane < kTileWords && item < total_) {
       word = reinterpret_cast<const int*>(&p.plan.many_tiles[item / p.num_heads])[lane];
       if (lane == offsetof(ManyTile, head) / 4) word = head;
       if (lane == offsetof(ManyTile, kv_head) / 4) word = head / p.group_size;
     }
     WaitBarrier(shared_.tile_empty(state_.stage), state_.parity ^ 1);
-    if (lane < kWords) reinterpret_cast<int*>(&shared_.tiles[state_.stage])[lane] = word;
+    if (lane < kTileWords) shared_.tile_words(state_.stage)[lane] = word;
     Release(shared_.tile_full(state_.stage));
     state_.Next(), ++round_;
   }
@@ -227,7 +245,7 @@ class WideSchedule {
  private:
   const WideShared<S>& shared_;
   PipelineState<S::kTileStages> state_;
-  int round_ = 0;
+  int round_ = 0, total_;
 };
 
 // A warp loads the queries of a q tile.
@@ -298,12 +316,12 @@ struct WideBoxes {
 template <typename S>
 __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> state;
-  WideSchedule<S> schedule(shared);
+  WideSchedule<S> schedule(w.p, shared);
   WideTiles<S> tiles(shared);
   schedule.HandOut(w.p);
-  while (const ManyTile* tile = tiles.Next()) {
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    LoadQueryTile(w, shared, tile, state);
     schedule.HandOut(w.p);
-    LoadQueryTile(w, shared, *tile, state);
   }
 }
 
@@ -312,10 +330,10 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
   const int lane = threadIdx.x & 31;
   PipelineState<S::kStages> state;
   WideTiles<S> tiles(shared);
-  while (const ManyTile* tile = tiles.Next()) {
-    const WideBoxes<S> boxes(w, *tile);
-    const int first = tile->begin / S::kKeys;
-    int n = (tile->end + S::kKeys - 1) / S::kKeys - 1;
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    const WideBoxes<S> boxes(w, tile);
+    const int first = tile.begin / S::kKeys;
+    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = boxes.Locate(n, lane);
     for (; n >= first; --n) {
       const int2 next = boxes.Locate(n - 1, lane);  // early, to hide the block table's latency
@@ -337,21 +355,21 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
-  WideSchedule<S> schedule(shared);
+  WideSchedule<S> schedule(w.p, shared);
   WideTiles<S> tiles(shared);
   schedule.HandOut(w.p);
-  while (const ManyTile* tile = tiles.Next()) {
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    LoadQueryTile(w, shared, tile, queries);
     schedule.HandOut(w.p);
-    LoadQueryTile(w, shared, *tile, queries);
-    const WideBoxes<S> boxes(w, *tile);
+    const WideBoxes<S> boxes(w, tile);
     auto load_raw = [&](const CUtensorMap* map, int n, int2 place) {
       WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
       boxes.template Load<S::kRawBlocks, S::kRawColumns>(map, shared.raw(raw.stage),
                                                          shared.raw_full(raw.stage), n, place);
       raw.Next();
     };
-    const int first = tile->begin / S::kKeys;
-    int n = (tile->end + S::kKeys - 1) / S::kKeys - 1;
+    const int first = tile.begin / S::kKeys;
+    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = boxes.Locate(n, lane);
     for (; n >= first; --n) {
       const int2 next = boxes.Locate(n - 1, lane);
