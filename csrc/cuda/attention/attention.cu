@@ -43,6 +43,7 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.use_many = choice.engines[kMany] != nullptr;
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
   plan.few_chunks = choice.few_chunks;
+  plan.few_takes_rest = choice.few_takes_rest;
   plan.num_few_blocks = choice.num_few_blocks;
   plan.few_q_tile_rows = choice.few_q_tile_rows;
   plan.many_q_tile_tokens = choice.many_q_tile_tokens;
@@ -73,16 +74,18 @@ int64_t WorkspaceBytes(const Problem& p, const Choice& choice) {
 // The engines of a plan are chosen before the addresses are known, for aligned tensors. Refuses a
 // call whose tensors the chosen engines cannot take.
 flashxla_status CheckPlanned(const Facts& facts, const Choice& choice) {
-  for (const Engine* engine : choice.engines) {
-    if (engine == nullptr || (choice.all_few && engine->role != kFew)) continue;
+  for (int role = 0; role < kNumRoles; ++role) {
+    if (!choice.Runs(role)) continue;
+    const Engine* engine = choice.engines[role];
     const char* why = engine->why_not(facts);
     if (why[0] == '\0') continue;
     const Problem& p = facts.problem;
     auto misaligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; };
-    const char* which = misaligned(p.q.data)   ? "q"
-                        : misaligned(p.k.data) ? "k"
-                        : misaligned(p.v.data) ? "v"
-                                               : nullptr;
+    const char* which = misaligned(p.q.data)     ? "q"
+                        : misaligned(p.k.data)   ? "k"
+                        : misaligned(p.v.data)   ? "v"
+                        : misaligned(p.out.data) ? "out"
+                                                 : nullptr;
     if (which == nullptr) {
       return SetError(FLASHXLA_INTERNAL, "the program was compiled for another call: %s", why);
     }
@@ -111,8 +114,9 @@ flashxla_status WriteNewKeys(const flashxla_attention_args& args, const PlanProb
 
 flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspace,
                            cudaStream_t stream) {
-  for (const Engine* engine : choice.engines) {
-    if (engine == nullptr || (choice.all_few && engine->role != kFew)) continue;
+  for (int role = 0; role < kNumRoles; ++role) {
+    if (!choice.Runs(role)) continue;
+    const Engine* engine = choice.engines[role];
     const flashxla_status status = engine->launch(p, workspace, stream);
     if (status != FLASHXLA_OK) return status;
   }

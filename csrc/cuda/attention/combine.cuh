@@ -100,11 +100,16 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
   }
 }
 
-// Writes the tokens that no engine computes: every `count`th, from token `first` on.
+// Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.
 __device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
-  for (int token = first; token < p.num_tokens; token += count) {
-    const int sequence = p.plan.token_sequence[token];
-    if (sequence < 0) StoreIdle(p, token, IsKeyless(sequence));
+  const int lane = threadIdx.x & 31;
+  for (int base = first; base < p.num_tokens; base += 32 * count) {
+    const int token = base + lane * count;
+    const int mark = token < p.num_tokens ? p.plan.token_sequence[token] : 0;
+    for (unsigned idle = __ballot_sync(kAllLanes, mark < 0); idle != 0; idle &= idle - 1) {
+      const int i = __ffs(idle) - 1;
+      StoreIdle(p, base + i * count, IsKeyless(__shfl_sync(kAllLanes, mark, i)));
+    }
   }
 }
 

@@ -60,13 +60,21 @@ struct Choice {
   const Engine* engines[kNumRoles];  // null: kRest's engine takes this role too
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
   bool all_few;                      // every sequence has few queries
-  bool few_chunks;                   // as in PlanProblem, like the numbers below
   bool few_combines;                 // the engine for few queries needs no LaunchCombine
+  bool few_chunks, few_takes_rest;   // as in PlanProblem, like the numbers below
   int num_few_blocks;
   int few_q_tile_rows;
   int many_q_tile_tokens;
 
-  const Engine& Of(Role role) const { return *engines[engines[role] ? role : kRest]; }
+  const Engine& Of(Role role) const {
+    if (role == kRest && few_takes_rest) return *engines[kFew];
+    return *engines[engines[role] ? role : kRest];
+  }
+  // Whether there can be work for the role's own engine.
+  bool Runs(int role) const {
+    if (engines[role] == nullptr) return false;
+    return role == kFew || !(all_few || (role == kRest && few_takes_rest));
+  }
 };
 
 Choice ChooseEngines(const Facts& facts);

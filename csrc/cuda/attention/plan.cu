@@ -8,7 +8,7 @@ namespace flashxla::attention {
 namespace {
 
 constexpr int kThreads = kScanThreads;
-constexpr int kWarps = kThreads / 32;
+
 // With more q tiles of many queries than this they are not sorted by cost: so many balance anyway.
 constexpr int kMaxSorted = 2048;
 // With fewer queries than this most of a q tile for many queries would be empty.
@@ -194,15 +194,34 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
   }
 }
 
+// Lanes of a warp that share a long sequence: so many that all of these fit the threads, if they
+// can.
+struct Lanes {
+  int count;
+
+  __device__ explicit Lanes(int num_sequences) : count(32) {
+    while (count > 1 && num_sequences * count > kThreads) count /= 2;
+  }
+  __device__ int group() const { return threadIdx.x / count; }
+  __device__ int num_groups() const { return kThreads / count; }
+  __device__ int lane() const { return threadIdx.x % count; }
+  // Whether x holds in any lane of the group.
+  __device__ bool Any(bool x) const {
+    const unsigned group = (count == 32 ? kAllLanes : (1u << count) - 1)
+                           << (threadIdx.x & 31) / count * count;
+    return __any_sync(group, x);
+  }
+};
+
 // Calls body(sequence, first, step) for the long sequences: a thread gets items first, first +
-// step,
-// ... of the sequence. A warp shares a sequence, and all threads share a huge one.
+// step, ... of the sequence. Lanes share a sequence, and all threads a huge one.
 template <typename Body>
 __device__ void ForEachLong(const LongList& list, Body&& body) {
+  const Lanes lanes(list.size);
 #pragma unroll 1
-  for (int n = threadIdx.x / 32; n < list.size; n += kWarps) {
+  for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
     const LongSequence s = list[n];
-    if (s.num_queries <= kThreads) body(s, threadIdx.x & 31, 32);
+    if (s.num_queries <= kThreads) body(s, lanes.lane(), lanes.count);
   }
   if (!list.has_huge) return;
 #pragma unroll 1
@@ -236,24 +255,25 @@ __device__ bool HasUnsoundPage(const BlockTable& table, int index, unsigned page
   return unsound;
 }
 
-// The engine for many queries does not check page numbers: a sequence with an unsound page gets the
-// role kRest. (The cache has pages; without any, the engine does not serve the call.)
+// The engine for many queries does not check page numbers: a sequence with an unsound page gets
+// another role. (The cache has pages; without any, the engine does not serve the call.)
 __device__ void CheckTables(const PlanProblem& p, const LongList& list) {
-  constexpr int kMaxOfWarp = 4096;  // a warp checks a sequence of so many pages, else all threads
+  constexpr int kMaxOfLane = 128;  // lanes check a sequence of so many pages each, else all threads
+  const Role other = p.few_takes_rest ? kFew : kRest;
   const BlockTable& table = p.index.block_table;
   auto pages_of = [&](const LongSequence& s) {
     return s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
   };
   bool more = false;
+  const Lanes lanes(list.size);
 #pragma unroll 1
-  for (int n = threadIdx.x / 32; n < list.size; n += kWarps) {
+  for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
     const LongSequence s = list[n];
-    const int lane = threadIdx.x & 31, pages = pages_of(s);
-    if (pages > kMaxOfWarp) {
+    const int pages = pages_of(s);
+    if (pages > kMaxOfLane * lanes.count) {
       more = true;
-    } else if (__any_sync(kAllLanes, HasUnsoundPage(table, s.index, pages, lane, 32))) {
-      __syncwarp();
-      if (lane == 0) list.SetRole(n, kRest);
+    } else if (lanes.Any(HasUnsoundPage(table, s.index, pages, lanes.lane(), lanes.count))) {
+      if (lanes.lane() == 0) list.SetRole(n, other);
     }
   }
   if (!__syncthreads_or(more)) return;
@@ -261,9 +281,9 @@ __device__ void CheckTables(const PlanProblem& p, const LongList& list) {
   for (int n = 0; n < list.size; ++n) {
     const LongSequence s = list[n];
     const int pages = pages_of(s);
-    if (pages <= kMaxOfWarp) continue;
+    if (pages <= kMaxOfLane * lanes.count) continue;
     const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, kThreads);
-    if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, kRest);
+    if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, other);
   }
   __syncthreads();
 }
@@ -316,20 +336,17 @@ __device__ void MarkLong(const LongList& list, int32_t* token_sequence) {
   });
 }
 
-// Lists the sequences with their keys and roles, and the long ones. Fills in few_starts, the steps
-// of few queries before each sequence, and token_sequence for sequences that are not long. Returns
-// the number of steps.
-__device__ int ListSequences(const PlanProblem& p, Scan& scan, const SequenceTable& sequences,
-                             LongList& long_list, int32_t* few_starts, int32_t* token_sequence,
-                             int num_sequences, bool grows) {
+// Lists the sequences with their keys and roles, and the long ones. Fills in token_sequence for
+// sequences that are not long.
+__device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTable& sequences,
+                              LongList& long_list, int32_t* token_sequence, int num_sequences,
+                              bool grows) {
   const IndexTensors& index = p.index;
   const int thread = threadIdx.x;
-  int base = 0, total;
 #pragma unroll 1
   for (int i0 = 0; i0 < index.num_sequences; i0 += kThreads) {
     const int i = i0 + thread;
     PlannedSequence s = {};
-    int steps = 0;
     bool is_long = false;
     if (i < num_sequences) {
       s.first_query = At(index.cu_seqlens_q, i);
@@ -338,17 +355,17 @@ __device__ int ListSequences(const PlanProblem& p, Scan& scan, const SequenceTab
       if (ReadKeys(index, i, &s) && s.num_queries > 0) {
         const int64_t rows = int64_t{s.num_queries} * p.group_size;
         const KeyRange keys = VisibleKeys(s, p.window, 0, s.num_queries - 1);
+        s.first_kv_tile = keys.begin / kFewKvTileKeys;
+        s.num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - s.first_kv_tile;
         if (keys.begin >= keys.end) {
           s.role = kIdle;
         } else if (p.all_few || (p.use_few && rows <= MaxFewRows(p.group_size)) ||
                    (p.few_chunks && IsFewChunk(s.num_queries, keys.end - keys.begin))) {
           s.role = kFew;
-          s.first_kv_tile = keys.begin / kFewKvTileKeys;
-          s.num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - s.first_kv_tile;
-          steps =
-              s.num_kv_tiles * static_cast<int>((rows + p.few_q_tile_rows - 1) / p.few_q_tile_rows);
+        } else if (p.use_many && s.num_queries >= kMinManyQueries) {
+          s.role = kMany;
         } else {
-          s.role = p.use_many && s.num_queries >= kMinManyQueries ? kMany : kRest;
+          s.role = p.few_takes_rest ? kFew : kRest;
         }
         is_long = s.num_queries > kMinLong;
         if (!is_long) {
@@ -358,20 +375,36 @@ __device__ int ListSequences(const PlanProblem& p, Scan& scan, const SequenceTab
       }
     }
     if (i < index.num_sequences) sequences.Set(i, s);
-    bool any_long, any_huge;
-    int before = scan.Exclusive(steps, &total, is_long, &any_long);
-    if (i < index.num_sequences) few_starts[i] = base + before;
-    base += total;
-    if (any_long) {
-      const bool is_huge = is_long && s.num_queries > kThreads;
-      before = scan.Exclusive(is_long, &total, is_huge, &any_huge);
-      if (is_long) long_list.Set(long_list.size + before, i, s);
-      long_list.size += total;
-      long_list.has_huge |= any_huge;
-    }
+    if (!__syncthreads_or(is_long)) continue;
+    int total;
+    bool any_huge;
+    const bool is_huge = is_long && s.num_queries > kThreads;
+    const int before = scan.Exclusive(is_long, &total, is_huge, &any_huge);
+    if (is_long) long_list.Set(long_list.size + before, i, s);
+    long_list.size += total;
+    long_list.has_huge |= any_huge;
   }
-  if (thread == 0) few_starts[index.num_sequences] = base;
-  return base;
+}
+
+// Fills in few_starts, the steps of few queries before each sequence. Returns the number of steps.
+__device__ int CountFew(const PlanProblem& p, Scan& scan, const SequenceTable& sequences,
+                        int32_t* few_starts) {
+  const int num_sequences = p.index.num_sequences;
+  int num_steps = 0, total;
+#pragma unroll 1
+  for (int i0 = 0; i0 < num_sequences; i0 += kThreads) {
+    const int i = i0 + threadIdx.x;
+    PlannedSequence s = {};
+    if (i < num_sequences) s = sequences.Get(i);
+    const int64_t rows = int64_t{s.num_queries} * p.group_size;
+    const int q_tiles = static_cast<int>((rows + p.few_q_tile_rows - 1) / p.few_q_tile_rows);
+    const int before = scan.Exclusive(s.role == kFew ? s.num_kv_tiles * q_tiles : 0, &total);
+    if (i < num_sequences) few_starts[i] = num_steps + before;
+    num_steps += total;
+  }
+  if (threadIdx.x == 0) few_starts[num_sequences] = num_steps;
+  __syncthreads();
+  return num_steps;
 }
 
 // Fills in rest_starts but for its last entry, the number of q tiles of role kRest, which it
@@ -435,27 +468,33 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   for (int i = thread; i < index.num_tokens; i += kThreads) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(index, num_sequences, sequences.plan);
 
-  const int num_steps = ListSequences(p, scan, sequences, long_list, few_starts, token_sequence,
-                                      num_sequences, grows);
-  __syncthreads();
+  ListSequences(p, scan, sequences, long_list, token_sequence, num_sequences, grows);
+  if (long_list.size > 0) {
+    __syncthreads();
+    MarkLong(long_list, token_sequence);
+    if (p.use_many && !p.all_few && index.block_table.data) CheckTables(p, long_list);
+  }
   if (p.use_few) {
+    const int num_steps = CountFew(p, scan, sequences, few_starts);
     ListFew(p, sequences, few_starts, num_steps,
             reinterpret_cast<FewBlock*>(p.plan + layout.few_blocks()));
   }
-  if (long_list.size > 0) MarkLong(long_list, token_sequence);
   if (p.all_few) return;
-  __syncthreads();
-  if (p.use_many && index.block_table.data) CheckTables(p, long_list);
 
-  const int num_rest = CountRest(p, scan, sequences, rest_starts);
   const int num_many = CountMany(p, scan, long_list);
+  if (thread == 0) p.plan[PlanLayout::kTotals + kMany] = num_many;
+  if (num_many > 0) {
+    __syncthreads();
+    ListMany(p, shared, long_list, num_many, many_tiles);
+  }
+  if (p.few_takes_rest) return;
+  // few_starts may lie in the same place.
+  __syncthreads();
+  const int num_rest = CountRest(p, scan, sequences, rest_starts);
   if (thread == 0) {
     rest_starts[index.num_sequences] = num_rest;
     p.plan[PlanLayout::kTotals + kRest] = num_rest;
-    p.plan[PlanLayout::kTotals + kMany] = num_many;
   }
-  __syncthreads();
-  if (num_many > 0) ListMany(p, shared, long_list, num_many, many_tiles);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ enum Role : int32_t {
   kIdle = 0,  // no queries, no visible key, or unsound index entries
   kFew = 1,   // few queries: all multiprocessors share the keys (split-KV)
   kMany = 2,  // many queries: large q tiles
-  kRest = 3,  // all others: one thread block per q tile
+  kRest = 3,  // all others: one thread block per q tile. Where few_takes_rest, there are none
 };
 constexpr int kNumRoles = 4;
 
@@ -149,10 +149,11 @@ struct PlanProblem {
   IndexTensors index;
   Window window;
   int32_t group_size;
-  bool use_few;     // the role kFew has an engine of its own
-  bool all_few;     // and every sequence has few queries
-  bool few_chunks;  // it also takes chunks of queries that see many keys: see IsFewChunk
-  bool use_many;    // the role kMany has an engine of its own
+  bool use_few;         // the role kFew has an engine of its own
+  bool all_few;         // and every sequence has few queries
+  bool few_chunks;      // it also takes chunks of queries that see many keys: see IsFewChunk
+  bool few_takes_rest;  // and what would be kRest
+  bool use_many;        // the role kMany has an engine of its own
   bool want_slots;
   int32_t num_few_blocks;      // per KV head
   int32_t few_q_tile_rows;     // rows of a q tile of few queries

@@ -47,7 +47,8 @@ struct RowEnd {
   // Normalizes the sum of weighted values.
   __device__ float Factor() const {
     if (row_sum == 0.f) return 0.f;
-    return 1.f / (sink == -INFINITY ? row_sum : row_sum + exp2f(sink * kLog2e - row_max));
+    const float total = sink == -INFINITY ? row_sum : row_sum + exp2f(sink * kLog2e - row_max);
+    return __fdividef(1.f, total);  // a total of 2^126 or more gives 0
   }
   // The natural LSE.
   __device__ float Lse() const {

@@ -33,17 +33,19 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
     Release(shared.empty(stage));
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
-  if (idle) return;
-  tile.End();
-  if (segment == at.tile_start && segment_end == at.tile_end) {
-    tile.Store(w.p, at, kv_head);
-  } else {
-    const bool back = segment != block.begin;
-    tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
-    // The last part needs no flag: its own block combines.
-    if (S::kCombines && segment_end < at.tile_end) {
-      SetFlag(workspace.flag(kv_head, blockIdx.y, back), w.tag);
+  const bool whole = segment == at.tile_start && segment_end == at.tile_end;
+  const bool back = segment != block.begin;
+  if (!idle) {
+    tile.End();
+    if (whole) {
+      tile.Store(w.p, at, kv_head);
+    } else {
+      tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
     }
+  }
+  // The last part needs no flag: its own block combines.
+  if (segment_end < at.tile_end) {
+    SetFlag<S>(workspace.flag(kv_head, blockIdx.y, back), w.tag);
   }
 }
 
@@ -52,13 +54,11 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
                             const SplitWorkspace& workspace, const FewBlock& block, int kv_head,
                             int warp) {
   Cursor at(block);
-  SplitTile ended = {};
-  if constexpr (S::kCombines) ended = at.Ended(w.p, blockIdx.y);
+  const SplitTile ended = at.Ended(w.p, blockIdx.y);
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   while (true) {  // q tiles
-    const int segment = at.step;
     const int rows = at.sequence.num_queries * w.p.group_size - at.first_row;
     auto compute = [&](auto count) {
       ComputeTile<S, decltype(count)::value>(w, shared, workspace, block, kv_head, warp, at, stage,
@@ -75,11 +75,7 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
                  : compute(std::integral_constant<int, S::kGroupRows>{});
     }
     if (at.step == at.end) {
-      if constexpr (S::kCombines) {
-        if (ended.num_parts > 0) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
-      } else if (threadIdx.x == 0) {
-        workspace.tile(kv_head, blockIdx.y) = at.Begun(w.p, blockIdx.y, segment, block.begin);
-      }
+      if (ended.num_parts > 0) CombineParts<S>(w, workspace, kv_head, warp, ended);
       return;
     }
     --at.step;
@@ -105,15 +101,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   __syncthreads();
   WaitForPrevious();
   const FewBlock block = w.p.plan.few_blocks[blockIdx.y];
-  if (S::kCombines && warp == S::kConsumerWarps) {
-    StoreIdleTokens(w.p, blockIdx.y * gridDim.x + kv_head, gridDim.x * gridDim.y);
-  }
-  if (block.begin >= block.end) {
-    if (threadIdx.x == 0) workspace.tile(kv_head, blockIdx.y).num_parts = 0;
-  } else if (warp >= S::kConsumerWarps) {
+  const bool works = block.begin < block.end;
+  if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
-    if (warp == S::kConsumerWarps) SwapProduce(w, shared, block, kv_head);
-  } else {
+    if (warp == S::kProducerWarp && works) SwapProduce(w, shared, block, kv_head);
+    if (warp == S::kIdleTokensWarp) {
+      StoreIdleTokens(w.p, blockIdx.y * gridDim.x + kv_head, gridDim.x * gridDim.y);
+    }
+  } else if (works) {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
     SwapConsume(w, shared, workspace, block, kv_head, warp);
   }

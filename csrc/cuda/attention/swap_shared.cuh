@@ -15,7 +15,7 @@ namespace flashxla::attention {
 constexpr int kSwapGroupWarps = kWarpgroupThreads / 32;
 // Named barriers: of a warpgroup, and of all consumer warps.
 __device__ inline int SwapBarrier(int group) { return 1 + group; }
-constexpr int kSwapZeroBarrier = 3;
+constexpr int kSwapConsumers = 3;
 
 struct SwapProblem {
   CUtensorMap k, v;
@@ -54,9 +54,11 @@ struct SwapShape {
   static constexpr int kConsumerWarps = kGroups * kSwapGroupWarps;
   // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
   static constexpr bool kMoveRegisters = kGroups > 1;
-  // Blocks combine the partial results of few rows themselves; for many there is combine.cu.
-  static constexpr bool kCombines = kGroups == 1;
-  static constexpr int kThreads = 32 * (kConsumerWarps + (kMoveRegisters ? kSwapGroupWarps : 1));
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
+  // The producer warp, and the one that writes tokens that see no key.
+  static constexpr int kProducerWarp = kConsumerWarps;
+  static constexpr int kIdleTokensWarp = kConsumerWarps + (kMoveRegisters ? 1 : 0);
   static constexpr int kRowBytes = 128;
   static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
   static constexpr int kBlocks = kDims / kBlockDims;
@@ -113,7 +115,7 @@ struct SwapShared {
   __device__ void InitBarriers() const {
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(full(i), 1);
-      InitBarrier(empty(i), 32 * S::kConsumerWarps);
+      InitBarrier(empty(i), S::kConsumerThreads);
     }
     FenceProxy();
   }

@@ -58,14 +58,14 @@ __device__ void ZeroValues(const SwapShared<S>& shared, int stage) {
   const uint64_t mask = shared.mask(stage);
   if (mask == ~uint64_t{0}) return;
   char* values = shared.stage_data(stage) + S::kHalfBytes;
-  constexpr int kChunks = S::kRowBytes / 16, kThreads = 32 * S::kConsumerWarps;
+  constexpr int kChunks = S::kRowBytes / 16, kVectors = S::kBlocks * kFewKvTileKeys * kChunks;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < S::kBlocks * kFewKvTileKeys * kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < kVectors; i += S::kConsumerThreads) {
     if ((mask >> (i / kChunks % kFewKvTileKeys)) & 1) continue;
     reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
   }
   FenceProxy();
-  SyncNamed(kSwapZeroBarrier, kThreads);
+  SyncNamed(kSwapConsumers, S::kConsumerThreads);
 }
 
 // S: the SwapShape. A thread has kRows / 4 rows, of which it sees the keys lane / 4 and

@@ -165,8 +165,8 @@ struct WideShared {
     }
     for (int i = 0; i < S::kTileStages; ++i) {
       InitBarrier(tile_full(i), 32);
-      InitBarrier(tile_empty(i), S::kConsumerThreads +
-                                     (S::kDirect && !gathers ? 96 : S::kProducerThreads));
+      InitBarrier(tile_empty(i),
+                  S::kConsumerThreads + (S::kDirect && !gathers ? 96 : S::kProducerThreads));
     }
     FenceProxy();
   }
