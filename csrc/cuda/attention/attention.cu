@@ -120,7 +120,8 @@ flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspa
     const flashxla_status status = engine->launch(p, workspace, stream);
     if (status != FLASHXLA_OK) return status;
   }
-  if (!choice.few_combines) LaunchCombine(p, workspace, stream);
+  // The engine for many queries ends a call, too.
+  if (!choice.few_combines && !choice.Runs(kMany)) LaunchCombine(p, workspace, stream);
   return LaunchStatus("attention");
 }
 

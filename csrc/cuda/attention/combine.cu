@@ -1,5 +1,5 @@
-// The last kernel of a call: combines the partial results of q tiles whose keys were split, and
-// writes the rows that see no key.
+// The last kernel of a call whose engines do not do its work: combines the partial results of q
+// tiles whose keys were split, and writes the rows that see no key.
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -16,19 +16,7 @@ __global__ void __launch_bounds__(kThreads)
     CombineKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
   TriggerNext();
   WaitForPrevious();
-  const int warp = threadIdx.x / 32;
-  // A block takes kWarps rows of a q tile at a time.
-  const int slabs = (workspace.shape.rows + kWarps - 1) / kWarps;
-  const int blocks = workspace.blocks * p.num_kv_heads;
-  for (int i = blockIdx.x; i < blocks * slabs; i += gridDim.x) {
-    const int slab = i / blocks, kv_head = i % blocks % p.num_kv_heads;
-    const int block = i % blocks / p.num_kv_heads;
-    const SplitTile tile = workspace.tile(kv_head, block);
-    const int row = slab * kWarps + warp;
-    if (tile.num_parts == 0 || tile.first_row + row >= tile.num_queries * p.group_size) continue;
-    CombineRow<kDims, 8>(p, workspace, kv_head, block, tile, row);
-  }
-  StoreIdleTokens(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
+  CombineAll<kDims>(p, workspace, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
 }
 
 }  // namespace

@@ -113,6 +113,23 @@ __device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
   }
 }
 
+// Ends a call: combines all partial results and writes the tokens that no engine computes. A warp
+// has every `count`th share, from `first` on.
+template <int kDims>
+__device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, int first,
+                           int count) {
+  // Neighbouring warps have rows of the same q tile.
+  const int rows = workspace.shape.rows, tiles = workspace.blocks * p.num_kv_heads;
+  for (int i = first; i < tiles * rows; i += count) {
+    const int place = i / rows, row = i % rows;
+    const int kv_head = place % p.num_kv_heads, block = place / p.num_kv_heads;
+    const SplitTile tile = workspace.tile(kv_head, block);
+    if (tile.num_parts == 0 || tile.first_row + row >= tile.num_queries * p.group_size) continue;
+    CombineRow<kDims, 8>(p, workspace, kv_head, block, tile, row);
+  }
+  StoreIdleTokens(p, first, count);
+}
+
 }  // namespace flashxla::attention
 
 #endif  // FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_

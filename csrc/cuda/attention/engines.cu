@@ -62,7 +62,7 @@ Choice ChooseEngines(const Facts& facts) {
     choice.few_chunks = swap && countable && !choice.all_few;
     p.few_q_tile_rows =
         swap && (!choice.all_few || longest > kSplitQTileRows) ? kSwapQTileRows : kSplitQTileRows;
-    choice.few_combines = swap;
+    choice.few_combines = swap && p.few_q_tile_rows == kSplitQTileRows;
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.few_q_tile_rows = p.few_q_tile_rows;
     choice.num_few_blocks = NumFewBlocks(p);

@@ -60,7 +60,7 @@ struct Choice {
   const Engine* engines[kNumRoles];  // null: kRest's engine takes this role too
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
   bool all_few;                      // every sequence has few queries
-  bool few_combines;                 // the engine for few queries needs no LaunchCombine
+  bool few_combines;                 // the engine for few queries ends a call by itself
   bool few_chunks, few_takes_rest;   // as in PlanProblem, like the numbers below
   int num_few_blocks;
   int few_q_tile_rows;
@@ -82,8 +82,8 @@ Choice ChooseEngines(const Facts& facts);
 // Lists the chosen engines as the kernels that serve the call.
 void AddKernels(const Choice& choice, flashxla_needs* needs);
 
-// Runs after the engines: combines the partial results of the split engine, and writes the rows
-// that no engine computes.
+// Runs after the engines, if none of them does it: combines the partial results of the engine for
+// few queries, and writes the rows that no engine computes.
 void LaunchCombine(const Problem& problem, void* workspace, cudaStream_t stream);
 
 }  // namespace flashxla::attention

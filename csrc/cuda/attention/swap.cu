@@ -35,17 +35,16 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   }
   const bool whole = segment == at.tile_start && segment_end == at.tile_end;
   const bool back = segment != block.begin;
-  if (!idle) {
-    tile.End();
-    if (whole) {
-      tile.Store(w.p, at, kv_head);
-    } else {
-      tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
+  if (idle) return;
+  tile.End();
+  if (whole) {
+    tile.Store(w, at, kv_head);
+  } else {
+    tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
+    // The last part needs no flag: its own block combines.
+    if (S::kCombines && segment_end < at.tile_end) {
+      SetFlag(workspace.flag(kv_head, blockIdx.y, back), w.tag);
     }
-  }
-  // The last part needs no flag: its own block combines.
-  if (segment_end < at.tile_end) {
-    SetFlag<S>(workspace.flag(kv_head, blockIdx.y, back), w.tag);
   }
 }
 
@@ -54,11 +53,13 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
                             const SplitWorkspace& workspace, const FewBlock& block, int kv_head,
                             int warp) {
   Cursor at(block);
-  const SplitTile ended = at.Ended(w.p, blockIdx.y);
+  SplitTile ended = {};
+  if constexpr (S::kCombines) ended = at.Ended(w.p, blockIdx.y);
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   while (true) {  // q tiles
+    const int segment = at.step;
     const int rows = at.sequence.num_queries * w.p.group_size - at.first_row;
     auto compute = [&](auto count) {
       ComputeTile<S, decltype(count)::value>(w, shared, workspace, block, kv_head, warp, at, stage,
@@ -75,7 +76,11 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
                  : compute(std::integral_constant<int, S::kGroupRows>{});
     }
     if (at.step == at.end) {
-      if (ended.num_parts > 0) CombineParts<S>(w, workspace, kv_head, warp, ended);
+      if constexpr (S::kCombines) {
+        if (ended.num_parts > 0) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
+      } else if (threadIdx.x == 0) {
+        workspace.tile(kv_head, blockIdx.y) = at.Begun(w.p, blockIdx.y, segment, block.begin);
+      }
       return;
     }
     --at.step;
@@ -104,9 +109,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   const bool works = block.begin < block.end;
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
-    if (warp == S::kProducerWarp && works) SwapProduce(w, shared, block, kv_head);
-    if (warp == S::kIdleTokensWarp) {
+    if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, block, kv_head);
+    if constexpr (S::kCombines) {
       StoreIdleTokens(w.p, blockIdx.y * gridDim.x + kv_head, gridDim.x * gridDim.y);
+    } else if (!works && threadIdx.x == S::kConsumerThreads) {
+      workspace.tile(kv_head, blockIdx.y).num_parts = 0;
     }
   } else if (works) {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
@@ -159,6 +166,8 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.box_keys = KeysOfBox(p, kFewKvTileKeys);
   w.tag = NewCallTag();
   w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
+  w.out_vectors = p.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
+  w.group_size = FastDivide(p.group_size);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
   if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {

@@ -15,10 +15,9 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Says that the block has stored a partial result. All consumer warps must call it.
-template <typename S>
-__device__ void SetFlag(uint64_t* flag, uint64_t tag) {
-  SyncNamed(kSwapConsumers, S::kConsumerThreads);
+// Says that the warpgroup has stored a partial result. All of its threads must call it.
+__device__ inline void SetFlag(uint64_t* flag, uint64_t tag) {
+  SyncNamed(SwapBarrier(0), kWarpgroupThreads);
   if (threadIdx.x == 0) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(tag) : "memory");
   }
@@ -32,19 +31,19 @@ __device__ inline void AwaitFlag(uint64_t* flag, uint64_t tag) {
   *flag = 0;
 }
 
-// Combines the q tile whose last part is this block's. All consumer warps must call it, after they
-// stored that part.
-template <typename S>
+// Combines the q tile whose last part is this block's. All threads of the warpgroup must call it,
+// after they stored that part.
+template <int kDims>
 __device__ void CombineParts(const SwapProblem& w, const SplitWorkspace& workspace, int kv_head,
                              int warp, const SplitTile& tile) {
   const int first_block = static_cast<int>(blockIdx.y) - tile.num_parts + 1;
-  for (int n = threadIdx.x; n < tile.num_parts - 1; n += S::kConsumerThreads) {
+  for (int n = threadIdx.x; n < tile.num_parts - 1; n += kWarpgroupThreads) {
     AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
   }
-  SyncNamed(kSwapConsumers, S::kConsumerThreads);
+  SyncNamed(SwapBarrier(0), kWarpgroupThreads);
   const int rows = min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows);
-  for (int row = warp; row < rows; row += S::kConsumerWarps) {
-    CombineRow<S::kDims, S::kGroups == 1 ? 16 : 8>(w.p, workspace, kv_head, first_block, tile, row);
+  for (int row = warp; row < rows; row += kSwapGroupWarps) {
+    CombineRow<kDims, 16>(w.p, workspace, kv_head, first_block, tile, row);
   }
 }
 

@@ -42,6 +42,9 @@ __device__ inline uint4 LoadShared16(uint32_t address) {
                : "memory");
   return x;
 }
+__device__ inline void StoreShared4(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 __device__ inline uint32_t LoadShared4(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

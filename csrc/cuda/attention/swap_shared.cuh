@@ -9,6 +9,7 @@
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/split.cuh"
 #include "cuda/attention/warp.cuh"
+#include "cuda/fast_divide.h"
 
 namespace flashxla::attention {
 
@@ -20,9 +21,10 @@ constexpr int kSwapConsumers = 3;
 struct SwapProblem {
   CUtensorMap k, v;
   Problem p;
-  int box_keys;    // keys per TMA box, which lies in one page
-  bool q_vectors;  // queries can be read in vectors of 16 bytes
-  uint64_t tag;    // what a flag of the workspace says in this call
+  int box_keys;                 // keys per TMA box, which lies in one page
+  bool q_vectors, out_vectors;  // queries can be read, outputs written, in vectors of 16 bytes
+  FastDivide group_size;
+  uint64_t tag;  // what a flag of the workspace says in this call
 };
 
 // What is kept of the rows that a warpgroup has of a q tile.
@@ -55,10 +57,10 @@ struct SwapShape {
   // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
   static constexpr bool kMoveRegisters = kGroups > 1;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  // Blocks combine the partial results of few rows themselves, and write the tokens that see no
+  // key. Where rows are many, more warps do that: see combine.cuh.
+  static constexpr bool kCombines = kGroups == 1;
   static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
-  // The producer warp, and the one that writes tokens that see no key.
-  static constexpr int kProducerWarp = kConsumerWarps;
-  static constexpr int kIdleTokensWarp = kConsumerWarps + (kMoveRegisters ? 1 : 0);
   static constexpr int kRowBytes = 128;
   static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
   static constexpr int kBlocks = kDims / kBlockDims;

@@ -216,29 +216,65 @@ struct SwapTile {
     SyncGroup();
   }
 
-  // Writes the rows, after End.
-  __device__ void Store(const Problem& p, const Cursor& at, int kv_head) const {
-    if (thread() < RowsOf(p, at)) {
-      const int row = first_row + thread();
-      const int head = kv_head * p.group_size + row % p.group_size;
-      const RowEnd end = {rows.row_max[thread()], SumOf(thread()), p.Sink(head)};
+  // Writes the rows, after End. They go through shared memory, in place of the queries, so that
+  // memory is written in vectors.
+  __device__ void Store(const SwapProblem& w, const Cursor& at, int kv_head) const {
+    const Problem& p = w.p;
+    const int num_rows = RowsOf(p, at);
+    if (thread() < num_rows) {
+      const int2 place = PlaceOf(w, at, kv_head, thread());
+      const RowEnd end = {rows.row_max[thread()], SumOf(thread()), p.Sink(place.y)};
       rows.factor[thread()] = end.Factor() * p.ValueScale(at.index, kv_head);
-      p.StoreLse(at.sequence.first_query + row / p.group_size, head, end);
+      p.StoreLse(place.x, place.y, end);
     }
     SyncGroup();
+    using Out = typename S::Out;
+    auto row_of = [&](int row) {
+      const int2 place = PlaceOf(w, at, kv_head, row);
+      return reinterpret_cast<Out*>(p.out.data) + place.x * p.out.stride_token +
+             place.y * p.out.stride_head;
+    };
+    if (!w.out_vectors) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (RowOf(i) >= RowsOf(p, at)) continue;
-      const int row = first_row + RowOf(i);
-      const int token = at.sequence.first_query + row / p.group_size;
-      const int head = kv_head * p.group_size + row % p.group_size;
-      const float factor = rows.factor[RowOf(i)];
-      auto* to = reinterpret_cast<typename S::Out*>(p.out.data) + token * p.out.stride_token +
-                 head * p.out.stride_head;
-      ForEachDim(i, [&](int d, float x) {
-        if (d < p.head_size) to[d * p.out.stride_dim] = static_cast<typename S::Out>(x * factor);
-      });
+      for (int i = 0; i < kOwn; ++i) {
+        if (RowOf(i) >= num_rows) continue;
+        const float factor = rows.factor[RowOf(i)];
+        Out* to = row_of(RowOf(i));
+        ForEachDim(i, [&](int d, float x) {
+          if (d < p.head_size) to[d * p.out.stride_dim] = static_cast<Out>(x * factor);
+        });
+      }
+      return;
     }
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n) {
+      const float factors[2] = {rows.factor[RowOf(2 * n)], rows.factor[RowOf(2 * n + 1)]};
+#pragma unroll
+      for (int tile = 0; tile < kOutTiles; ++tile) {
+        const float* x = &out[tile][4 * n];
+        if constexpr (S::kFp8) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            StoreShared4(RowAddress(RowOf(2 * n + i), SwapValueDim(tile, warp, lane / 4, 0)),
+                         Pack<Out>(x[i] * factors[i], x[2 + i] * factors[i]));
+          }
+        } else {
+          const uint32_t pairs[2] = {Pack<Out>(x[0] * factors[0], x[1] * factors[1]),
+                                     Pack<Out>(x[2] * factors[0], x[3] * factors[1])};
+          StoreTurned(RowAddress(n * 8 + lane % 8, tile * 64 + warp * 16 + lane / 8 % 2 * 8),
+                      pairs);
+        }
+      }
+    }
+    SyncGroup();
+    constexpr int kChunks = S::kDims / 8;
+#pragma unroll 1
+    for (int i = thread(); i < num_rows * kChunks; i += kWarpgroupThreads) {
+      const int row = i / kChunks, d = i % kChunks * 8;
+      const uint4 x = LoadShared16(RowAddress(row, d));
+      if (d < p.head_size) *reinterpret_cast<uint4*>(row_of(row) + d) = x;
+    }
+    SyncGroup();  // the next queries come to the same place
   }
 
   // Writes a partial result, after End.
@@ -259,6 +295,18 @@ struct SwapTile {
  private:
   __device__ float row_max(int i) const { return limit[i] - kSlack; }
   __device__ float BaseOf(int i) const { return limit[i] == -INFINITY ? 0.f : limit[i] - kSlack; }
+
+  // The token and the head of a row of this warpgroup.
+  __device__ int2 PlaceOf(const SwapProblem& w, const Cursor& at, int kv_head, int row) const {
+    const int place = first_row + row, query = w.group_size.Quotient(place);
+    return make_int2(at.sequence.first_query + query,
+                     kv_head * w.p.group_size + place - query * w.p.group_size);
+  }
+  // Where dim d of a row is on its way to memory, and that of 16-bit queries.
+  __device__ uint32_t RowAddress(int row, int d) const {
+    return shared.queries(group) + (d / 64 * kRows + row) * S::kRowBytes +
+           (d / 8 % 8 ^ row % 8) * 16 + d % 8 * 2;
+  }
 
   // How many rows there are, at most kRows.
   __device__ int RowsOf(const Problem& p, const Cursor& at) const {
@@ -291,45 +339,74 @@ struct SwapTile {
   // bf16 queries become f16, each row divided by a power of two that brings it near 1.
   __device__ void LoadQueries(const SwapProblem& w, const Cursor& at, int kv_head) const {
     constexpr int kChunks = S::kDims / 8;  // of 8 dims
+    constexpr int kVectors = kRows * kChunks;
+    constexpr int kEach = (kVectors + kWarpgroupThreads - 1) / kWarpgroupThreads;
+    constexpr int kAtOnce = kEach < 4 ? kEach : 4;  // loads that overlap
     const Problem& p = w.p;
-    const int num_rows = at.sequence.num_queries * p.group_size;
-#pragma unroll 1
-    for (int i = thread(); i < kRows * kChunks; i += kWarpgroupThreads) {
-      const int row = i / kChunks, d = i % kChunks * 8, place = first_row + row;
-      const int token = at.sequence.first_query + place / p.group_size;
-      const int head = kv_head * p.group_size + place % p.group_size;
-      uint32_t x[4] = {};
-      if (place < num_rows) {
-        const int64_t offset = token * p.q.stride_token + head * p.q.stride_head;
-        if (w.q_vectors) {
-          if (d < p.head_size) {
-            const uint4 y = *reinterpret_cast<const uint4*>(p.q.data + (offset + d) * 2);
-            x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-          }
-        } else {
-          LoadElements(p, offset, d, x);
-        }
-      }
-      const uint32_t block = shared.queries(group) + d / 64 * kRows * S::kRowBytes;
-      if constexpr (S::kFp8) {
-        if constexpr (!std::is_same_v<T, typename S::Out>) {
-          const float power = Rescale<kChunks>(x);
-          if (d == 0) rows.power[row] = power;
-        } else if (d == 0) {
-          rows.power[row] = 1.f;
-        }
+    const int num_rows = at.sequence.num_queries * p.group_size - first_row;
+    // Finds the row that vector i belongs to; false if the vector does not exist.
+    auto offset_of = [&](int i, int64_t* offset) {
+      const int row = i / kChunks, d = i % kChunks * 8;
+      if (row >= num_rows || d >= p.head_size) return false;
+      const int2 place = PlaceOf(w, at, kv_head, row);
+      *offset = place.x * p.q.stride_token + place.y * p.q.stride_head;
+      return true;
+    };
+    if (!S::kFp8 && w.q_vectors) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(block + SwapQueryOffset(row, d + 2 * n)),
-                       "r"(x[n])
-                       : "memory");
-        }
-      } else {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(block + row * S::kRowBytes +
-                                                                      (d / 8 % 8 ^ row % 8) * 16),
-                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                     : "memory");
+      for (int n = 0; n < kEach; ++n) {
+        const int i = thread() + n * kWarpgroupThreads;
+        if (i >= kVectors) break;
+        int64_t offset = 0;
+        const bool exists = offset_of(i, &offset);
+        CopyAsync16(RowAddress(i / kChunks, i % kChunks * 8),
+                    p.q.data + (offset + i % kChunks * 8) * 2, exists);
       }
+      CommitCopies();
+      WaitCopies<0>();
+      return;
+    }
+#pragma unroll 1
+    for (int first = thread(); first < kVectors; first += kAtOnce * kWarpgroupThreads) {
+      uint32_t x[kAtOnce][4] = {};
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = first + n * kWarpgroupThreads;
+        int64_t offset = 0;
+        if (!offset_of(i, &offset)) continue;
+        if (w.q_vectors) {
+          const uint4 y =
+              *reinterpret_cast<const uint4*>(p.q.data + (offset + i % kChunks * 8) * 2);
+          x[n][0] = y.x, x[n][1] = y.y, x[n][2] = y.z, x[n][3] = y.w;
+        } else {
+          LoadElements(p, offset, i % kChunks * 8, x[n]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = first + n * kWarpgroupThreads;
+        if (i < kVectors) StoreQueries<kChunks>(i / kChunks, i % kChunks * 8, x[n]);
+      }
+    }
+  }
+
+  // Stores dims [d, d + 8) of a row of queries in shared memory.
+  template <int kChunks>
+  __device__ void StoreQueries(int row, int d, uint32_t (&x)[4]) const {
+    if constexpr (S::kFp8) {
+      const uint32_t block = shared.queries(group) + d / 64 * kRows * S::kRowBytes;
+      if constexpr (!std::is_same_v<T, typename S::Out>) {
+        const float power = Rescale<kChunks>(x);
+        if (d == 0) rows.power[row] = power;
+      } else if (d == 0) {
+        rows.power[row] = 1.f;
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) StoreShared4(block + SwapQueryOffset(row, d + 2 * n), x[n]);
+    } else {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(RowAddress(row, d)), "r"(x[0]),
+                   "r"(x[1]), "r"(x[2]), "r"(x[3])
+                   : "memory");
     }
   }
 

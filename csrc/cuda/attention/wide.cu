@@ -4,6 +4,7 @@
 // warpgroups, of 64 query tokens each, multiply: they overlap the scores of the next kv tile with
 // the softmax and values of the last.
 #include "common/tensor_view.h"
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/matrix_product.cuh"
@@ -431,15 +432,15 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 // Product: what the products of queries and keys take; it is Out but for e4m3.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
 __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads, 1)
-    WideKernel(const __grid_constant__ WideProblem w) {
+    WideKernel(const __grid_constant__ WideProblem w, const SplitWorkspace workspace) {
 #if defined(FLASHXLA_HOPPER)
   using S = WideShape<kDims, kKeyKind, kScores>;
   extern __shared__ char memory[];
   const WideShared<S> shared(memory);
   TriggerNext();
   WaitForPrevious();
-  if (static_cast<int>(blockIdx.x) >= w.p.plan.totals[kMany] * w.p.num_heads) return;
-  if (threadIdx.x == 0) {
+  const bool works = static_cast<int>(blockIdx.x) < w.p.plan.totals[kMany] * w.p.num_heads;
+  if (works && threadIdx.x == 0) {
     PrefetchMap(&w.q);
     PrefetchMap(&w.k);
     PrefetchMap(&w.v);
@@ -448,6 +449,7 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   __syncthreads();
   if (threadIdx.x < S::kProducerThreads) {
     LowerRegisters<S::kProducerRegisters>();
+    if (!works) return;
     const int warp = threadIdx.x / 32;
     if (S::kGathers && w.gathers) {
       if constexpr (S::kGathers) GatherKeys(w, shared);
@@ -464,7 +466,11 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
     }
   } else {
     RaiseRegisters<S::kConsumerRegisters>();
-    Consume<Product, Out, kDims>(w, shared);
+    if (works) Consume<Product, Out, kDims>(w, shared);
+    // The engine for few queries is done: this kernel has waited for it.
+    const int warp = (threadIdx.x - S::kProducerThreads) / 32;
+    CombineAll<S::kPartialDims>(w.p, workspace, blockIdx.x * S::kConsumerWarps + warp,
+                                gridDim.x * S::kConsumerWarps);
   }
 #endif
 }
@@ -494,7 +500,7 @@ const char* WhyNotWide(const Facts& facts) {
 }
 
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
-bool Launch(const Problem& p, cudaStream_t stream) {
+bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   using S = WideShape<kDims, kKeyKind, kScores>;
   WideProblem w = {};
   w.p = p;
@@ -508,16 +514,17 @@ bool Launch(const Problem& p, cudaStream_t stream) {
   }
   auto* kernel = WideKernel<Product, Out, kDims, kKeyKind, kScores>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
-  LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
+  LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w,
+                  SplitWorkspace(p, workspace));
   return true;
 }
 
 // Softcaps of fp8 keys have no instance of their own.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
-bool LaunchConverted(const Problem& p, WideScores scores, cudaStream_t stream) {
+bool LaunchConverted(const Problem& p, WideScores scores, void* workspace, cudaStream_t stream) {
   return scores == WideScores::kPlain
-             ? Launch<Product, Out, kDims, kKeyKind, WideScores::kPlain>(p, stream)
-             : Launch<Product, Out, kDims, kKeyKind, WideScores::kAny>(p, stream);
+             ? Launch<Product, Out, kDims, kKeyKind, WideScores::kPlain>(p, workspace, stream)
+             : Launch<Product, Out, kDims, kKeyKind, WideScores::kAny>(p, workspace, stream);
 }
 
 WideKeys KeysOf(const Problem& p) {
@@ -533,7 +540,7 @@ WideScores ScoresOf(const Problem& p) {
   return p.softcap > 0.f ? WideScores::kCapped : WideScores::kPlain;
 }
 
-flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
+flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t stream) {
   bool launched = false;
   const WideScores scores = ScoresOf(p);
   WithInstance<WideHeadSizes>(
@@ -542,15 +549,18 @@ flashxla_status LaunchWide(const Problem& p, void*, cudaStream_t stream) {
         constexpr int kDims = decltype(dims)::value;
         if constexpr (!decltype(is_fp8)::value) {
           constexpr WideKeys kDirect = WideKeys::kDirect;
-          launched = scores == WideScores::kPlain
-                         ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, stream)
-                     : scores == WideScores::kCapped
-                         ? Launch<Out, Out, kDims, kDirect, WideScores::kCapped>(p, stream)
-                         : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, stream);
+          launched =
+              scores == WideScores::kPlain
+                  ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, workspace, stream)
+              : scores == WideScores::kCapped
+                  ? Launch<Out, Out, kDims, kDirect, WideScores::kCapped>(p, workspace, stream)
+                  : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
         } else if (!IsFp8(p.q_dtype)) {
-          launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, stream);
+          launched =
+              LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
         } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
-          launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, scores, stream);
+          launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, scores,
+                                                                                workspace, stream);
         }
       });
   if (launched) return FLASHXLA_OK;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/hopper.cuh"
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/problem.cuh"
@@ -54,7 +55,10 @@ struct WideShape {
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileTokens = 64 * kConsumers;
   static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
+  static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+  static constexpr int kPartialDims =  // of the engine for few queries
+      UsualHeadSizes::Bucket(kDims > 128 || kDirect ? kDims : 128);
   // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = !kDirect && kDims <= 128;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
