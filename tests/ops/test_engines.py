@@ -21,6 +21,7 @@ LONG = ((260, 300), (64, 500))
 TILES = ((192, 192), (193, 400), (385, 385), (64, 300), (65, 65), (257, 700))  # around the ends of q tiles
 ODD = ((100, 30), (60, 0), (0, 9), (47, 47), (128, 128))  # more queries than keys, no keys, no queries
 SHORT = ((20, 60), (33, 33), (47, 150))  # too many rows for swap and split, too few queries for wide
+BESIDE = (*SHORT, (60, 60))  # and one for wide: swap takes the others then
 DECODE = ((1, 1), (1, 400), (1, 65), (1, 64))
 CHUNKS = ((20, 900), (1, 300), (130, 140))  # swap would take the first
 ONE_LONG = ((1, 5000),)
@@ -115,9 +116,10 @@ ENGINES = [
     (Case(PREFILL, dim=128, dtype="e5m2", cache="e5m2", page=16, descale="H"), "swap", "tile"),
     (Case(PREFILL, dim=128, dtype="e4m3", cache="u8:e5m2", page=16), "swap", "tile"),
     (Case(PREFILL, dim=256, dtype="e4m3", cache="e4m3", page=16, descale="H"), "swap", "tile"),
-    # wide is there, but these sequences have too few queries for it
-    (Case(SHORT, heads=(12, 3), dim=128, dtype="bf16", page=16), "swap", "wide"),
-    (Case(SHORT, heads=(8, 1), dim=64, dtype="f16", leftpad=True, sinks="f32"), "swap", "wide"),
+    (Case(SHORT, heads=(12, 3), dim=128, dtype="bf16", page=16), "swap", "tile"),
+    (Case(SHORT, heads=(8, 1), dim=64, dtype="f16", leftpad=True, sinks="f32"), "swap", "tile"),
+    (Case(BESIDE, heads=(12, 3), dim=128, dtype="bf16", page=16), "swap", "wide"),
+    (Case(BESIDE, heads=(8, 1), dim=64, dtype="f16", leftpad=True, sinks="f32"), "swap", "wide"),
     # swap, and split where TMA does not take the keys
     (Case(DECODE, heads=(8, 2), dim=128, dtype="bf16", page=16), "swap", "swap"),
     (Case(DECODE, heads=(8, 8), dim=64, dtype="f16", page=16, layout="packed_HND"), "swap", "swap"),

@@ -118,14 +118,21 @@ __device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
 template <int kDims>
 __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, int first,
                            int count) {
-  // Neighbouring warps have rows of the same q tile.
-  const int rows = workspace.shape.rows, tiles = workspace.blocks * p.num_kv_heads;
-  for (int i = first; i < tiles * rows; i += count) {
-    const int place = i / rows, row = i % rows;
-    const int kv_head = place % p.num_kv_heads, block = place / p.num_kv_heads;
-    const SplitTile tile = workspace.tile(kv_head, block);
-    if (tile.num_parts == 0 || tile.first_row + row >= tile.num_queries * p.group_size) continue;
-    CombineRow<kDims, 8>(p, workspace, kv_head, block, tile, row);
+  const int lane = threadIdx.x & 31, blocks = workspace.blocks * p.num_kv_heads;
+  // All warps walk through all q tiles; the warps take the rows in turn.
+  int row = first;
+  for (int base = 0; base < blocks && p.plan.totals[kFew] > 0; base += 32) {
+    const bool is_split = base + lane < blocks && workspace.tiles[base + lane].num_parts > 0;
+    for (unsigned split = __ballot_sync(kAllLanes, is_split); split != 0; split &= split - 1) {
+      const int place = base + __ffs(split) - 1;
+      const SplitTile tile = workspace.tiles[place];
+      const int rows = min(tile.num_queries * p.group_size - tile.first_row, workspace.shape.rows);
+      for (; row < rows; row += count) {
+        CombineRow<kDims, 8>(p, workspace, place / workspace.blocks, place % workspace.blocks, tile,
+                             row);
+      }
+      row -= rows;
+    }
   }
   StoreIdleTokens(p, first, count);
 }

@@ -11,9 +11,6 @@ constexpr int kThreads = kScanThreads;
 
 // With more q tiles of many queries than this they are not sorted by cost: so many balance anyway.
 constexpr int kMaxSorted = 2048;
-// With fewer queries than this most of a q tile for many queries would be empty.
-constexpr int kMinManyQueries = 48;
-
 // A sequence with more queries than this is long: several threads share its work here.
 constexpr int kMinLong = 32;
 static_assert(kMinLong < kMinManyQueries);
@@ -476,6 +473,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   }
   if (p.use_few) {
     const int num_steps = CountFew(p, scan, sequences, few_starts);
+    if (thread == 0) p.plan[PlanLayout::kTotals + kFew] = num_steps;
     ListFew(p, sequences, few_starts, num_steps,
             reinterpret_cast<FewBlock*>(p.plan + layout.few_blocks()));
   }

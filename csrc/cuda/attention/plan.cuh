@@ -29,6 +29,9 @@ constexpr int kSplitQTileRows = 16, kSwapQTileRows = 128;  // at most: see few_q
 constexpr int kManyQTileTokens = 128;  // of one query head; at least: see many_q_tile_tokens
 constexpr int kRestQTileRows = 64;
 
+// With fewer queries than this most of a q tile for many queries would be empty.
+constexpr int kMinManyQueries = 48;
+
 // A sequence has few queries if it has at most this many rows per KV head. A single query token
 // always counts as few, whatever the group size: reading the keys dominates then.
 inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
@@ -94,7 +97,7 @@ struct PlanLayout {
         num_many(static_cast<int32_t>(tokens / kManyQTileTokens + sequences)),
         has_slots(slots) {}
 
-  // Word r is the length of role r's list.
+  // Word r is the length of role r's list; few: of the list of all steps.
   static constexpr int64_t kTotals = 0, kTotalWords = 8;
 
   __host__ __device__ int64_t sequences() const { return kTotalWords; }
