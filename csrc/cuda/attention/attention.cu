@@ -144,7 +144,8 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
     plan.plan = static_cast<int32_t*>(args.plan.data);
   } else {
     plan.plan = reinterpret_cast<int32_t*>(static_cast<char*>(args.workspace.data) + partial_bytes);
-    status = MakePlan(plan, stream);
+    p.makes_plan = choice.few_plans && !plan.want_slots;
+    if (!p.makes_plan) status = MakePlan(plan, stream);
     if (status != FLASHXLA_OK) return status;
   }
   p.plan = PlanView(plan.plan, plan.layout());

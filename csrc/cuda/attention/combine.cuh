@@ -101,11 +101,13 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
 }
 
 // Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.
-__device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
+// mark_of(token): as the plan's token_sequence.
+template <typename MarkOf>
+__device__ void StoreIdleTokens(const Problem& p, int first, int count, MarkOf&& mark_of) {
   const int lane = threadIdx.x & 31;
   for (int base = first; base < p.num_tokens; base += 32 * count) {
     const int token = base + lane * count;
-    const int mark = token < p.num_tokens ? p.plan.token_sequence[token] : 0;
+    const int mark = token < p.num_tokens ? mark_of(token) : 0;
     for (unsigned idle = __ballot_sync(kAllLanes, mark < 0); idle != 0; idle &= idle - 1) {
       const int i = __ffs(idle) - 1;
       StoreIdle(p, base + i * count, IsKeyless(__shfl_sync(kAllLanes, mark, i)));
@@ -134,7 +136,7 @@ __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, in
       row -= rows;
     }
   }
-  StoreIdleTokens(p, first, count);
+  StoreIdleTokens(p, first, count, [&](int token) { return p.plan.token_sequence[token]; });
 }
 
 }  // namespace flashxla::attention

@@ -66,6 +66,8 @@ Choice ChooseEngines(const Facts& facts) {
     p.few_q_tile_rows =
         swap && (!choice.all_few || longest > kSplitQTileRows) ? kSwapQTileRows : kSplitQTileRows;
     choice.few_combines = swap && p.few_q_tile_rows == kSplitQTileRows;
+    choice.few_plans =
+        choice.few_combines && choice.all_few && facts.num_sequences <= kMaxOwnSequences;
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.few_q_tile_rows = p.few_q_tile_rows;
     choice.num_few_blocks = NumFewBlocks(p);

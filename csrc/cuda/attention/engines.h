@@ -61,6 +61,7 @@ struct Choice {
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
   bool all_few;                      // every sequence has few queries
   bool few_combines;                 // the engine for few queries ends a call by itself
+  bool few_plans;                    // and can make the plan
   bool few_chunks, few_takes_rest;   // as in PlanProblem, like the numbers below
   int num_few_blocks;
   int few_q_tile_rows;

@@ -1,5 +1,6 @@
 // Makes the plan: one thread block reads the index tensors once and lists the engines' work.
 #include "cuda/attention/plan.cuh"
+#include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/scan.cuh"
 #include "cuda/attention/warp.cuh"
 #include "cuda/launch.h"
@@ -83,36 +84,6 @@ struct LongList {
   }
 };
 
-// For offsets that do not only grow. A sequence is sound if it does not start before the end of an
-// earlier sound one; num_queries of the others becomes 0. One warp takes 32 sequences at a time.
-// Each sequence starts where the one before ends, so after a sound one all are sound until the
-// offsets decrease.
-__device__ void ReadUnsoundQueries(const IndexTensors& index, int num_sequences,
-                                   PlannedSequence* sequences) {
-  const int lane = threadIdx.x & 31;
-  int previous = 0;  // the end of the last sound one
-#pragma unroll 1
-  for (int base = 0; base < num_sequences; base += 32) {
-    const int i = base + lane;
-    int begin = 0, end = -1;
-    if (i < num_sequences) begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
-    const bool grows = AreQueries(index, begin, end);
-    const unsigned growing = __ballot_sync(kAllLanes, grows);
-    unsigned left = growing, sound = 0;
-#pragma unroll 1
-    while (const unsigned next = __ballot_sync(kAllLanes, begin >= previous) & left) {
-      const int first = __ffs(next) - 1;
-      const unsigned stops = ~growing >> first << first;  // from `first` on
-      const int last = stops ? __ffs(stops) - 2 : 31;
-      const unsigned run = ~0u >> (31 - last) >> first << first;
-      sound |= run;
-      left &= ~(~0u >> (31 - last));
-      previous = __shfl_sync(kAllLanes, end, last);
-    }
-    if (i < num_sequences) sequences[i].num_queries = (sound >> lane) & 1 ? end - begin : 0;
-  }
-}
-
 // Checks the offsets of the queries. Returns true if they only grow, as they should. Otherwise
 // fills in num_queries of every sequence, 0 for unsound ones.
 __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
@@ -129,31 +100,19 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
   return false;
 }
 
-// Roughly a / b, rounded down. Much faster than the exact quotient.
-__device__ int RoughQuotient(int a, int b) {
-  return static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)) + 1e-3f);
-}
-
-// How many of the `total` steps of few queries a thread block gets: an equal share, or up to a
-// sixteenth more where all sequences are alike, if then blocks have whole q tiles or q tiles whole
-// blocks. Whole q tiles need not be combined, and fewer blocks keep the memory busy, too.
-// starts[i] is the number of steps before sequence i.
+// How many of the `total` steps of few queries a thread block gets. starts[i] is the number of
+// steps before sequence i.
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
                             const int32_t* starts, int total) {
-  const int share = max((total + p.num_few_blocks - 1) / p.num_few_blocks, 1);
-  const int most = share + share / 16;
-  if (most == share) return share;
+  const FewShare share(total, p.num_few_blocks);
+  if (share.fixed()) return share.equal;
   bool alike = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.index.num_sequences; i += kThreads) {
     const bool is_padding = starts[i] == total;
     alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
   }
-  if (!__syncthreads_and(alike)) return share;
-  const int tile = sequences.Get(0).num_kv_tiles;
-  const int parts = max(RoughQuotient(tile, share), 1), part = RoughQuotient(tile, parts);
-  const int whole = RoughQuotient(share + part - 1, part) * part;
-  return part * parts == tile && whole >= share && whole <= most ? whole : share;
+  return __syncthreads_and(alike) ? share.Whole(sequences.Get(0).num_kv_tiles) : share.equal;
 }
 
 // Divides the `total` steps of the sequences with few queries among the thread blocks. starts[i] is
@@ -180,14 +139,8 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
       }
     }
     const PlannedSequence s = sequences.Get(i);
-    const int row_tile = (first - starts[i]) / s.num_kv_tiles;
-    blocks[b] = {first,
-                 min(first + share, total),
-                 i,
-                 row_tile * p.few_q_tile_rows,
-                 starts[i] + row_tile * s.num_kv_tiles,
-                 {},
-                 s};
+    blocks[b] =
+        FewBlockAt(s, i, starts[i], first, min(first + share, total), share, p.few_q_tile_rows);
   }
 }
 
@@ -285,44 +238,49 @@ __device__ void CheckTables(const PlanProblem& p, const LongList& list) {
   __syncthreads();
 }
 
-// Calls body(tile, place) for the q tiles of many queries. The last tile of a sequence comes first,
-// since it sees the most keys: this matters if the list stays unsorted.
-template <typename Body>
-__device__ void ForEachMany(const PlanProblem& p, const LongList& list, Body&& body) {
-  ForEachLong(list, [&](const LongSequence& l, int first, int step) {
-    const int count = ManyTiles(p, l.role, l.num_queries);
-    if (first >= count) return;
-    const PlannedSequence s = list.sequences.Get(l.index);
+// Q tile n of many queries. The last tile of a sequence comes first, since it sees the most keys:
+// this matters if the list stays unsorted.
+__device__ ManyTile ManyTileAt(const PlanProblem& p, const LongList& list, int n) {
+  int i = 0, high = list.size;  // the last with first_tile <= n
 #pragma unroll 1
-    for (int t = first; t < count; t += step) {
-      ManyTile tile = {};
-      tile.index = l.index, tile.s = s;
-      tile.first_query = (count - 1 - t) * p.many_q_tile_tokens;
-      const int last_query = min(tile.first_query + p.many_q_tile_tokens, s.num_queries) - 1;
-      const KeyRange keys = VisibleKeys(s, p.window, tile.first_query, last_query);
-      tile.begin = keys.begin, tile.end = keys.end;
-      body(tile, l.first_tile + t);
+  while (high - i > 1) {
+    const int middle = (i + high) / 2;
+    if (list[middle].first_tile <= n) {
+      i = middle;
+    } else {
+      high = middle;
     }
-  });
+  }
+  const LongSequence l = list[i];
+  const PlannedSequence s = list.sequences.Get(l.index);
+  ManyTile tile = {};
+  tile.index = l.index, tile.s = s;
+  const int last_tile = ManyTiles(p, l.role, l.num_queries) - 1;
+  tile.first_query = (last_tile - (n - l.first_tile)) * p.many_q_tile_tokens;
+  const int last_query = min(tile.first_query + p.many_q_tile_tokens, s.num_queries) - 1;
+  const KeyRange keys = VisibleKeys(s, p.window, tile.first_query, last_query);
+  tile.begin = keys.begin, tile.end = keys.end;
+  return tile;
 }
 
 // Lists the `count` q tiles of many queries, the most expensive first.
 __device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int count,
                          ManyTile* tiles) {
   const bool sorted = count <= kMaxSorted;
-  if (sorted) {
-    ForEachMany(p, list, [&](const ManyTile& tile, int place) {
-      shared.cost[place] = max(tile.end - tile.begin, 0);
-    });
+#pragma unroll 1
+  for (int pass = sorted ? 0 : 1; pass < 2; ++pass) {  // finds the costs, writes
+#pragma unroll 1
+    for (int n = threadIdx.x; n < count; n += kThreads) {
+      const ManyTile tile = ManyTileAt(p, list, n);
+      if (pass == 0) {
+        shared.cost[n] = max(tile.end - tile.begin, 0);
+      } else {
+        tiles[sorted ? RankByCost(shared.cost, count, n) : n] = tile;
+      }
+    }
     __syncthreads();
   }
-  ForEachMany(p, list, [&](const ManyTile& tile, int place) {
-    tiles[sorted ? RankByCost(shared.cost, count, place) : place] = tile;
-  });
 }
-
-// What token_sequence says for the tokens of a sound sequence.
-__device__ int MarkOf(int role, int index) { return role == kIdle ? KeylessMark(index) : index; }
 
 // Fills in token_sequence for the long sequences.
 __device__ void MarkLong(const LongList& list, int32_t* token_sequence) {
@@ -351,9 +309,7 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
           grows ? At(index.cu_seqlens_q, i + 1) - s.first_query : sequences.plan[i].num_queries;
       if (ReadKeys(index, i, &s) && s.num_queries > 0) {
         const int64_t rows = int64_t{s.num_queries} * p.group_size;
-        const KeyRange keys = VisibleKeys(s, p.window, 0, s.num_queries - 1);
-        s.first_kv_tile = keys.begin / kFewKvTileKeys;
-        s.num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - s.first_kv_tile;
+        const KeyRange keys = SetKvTiles(p.window, &s);
         if (keys.begin >= keys.end) {
           s.role = kIdle;
         } else if (p.all_few || (p.use_few && rows <= MaxFewRows(p.group_size)) ||
@@ -393,9 +349,7 @@ __device__ int CountFew(const PlanProblem& p, Scan& scan, const SequenceTable& s
     const int i = i0 + threadIdx.x;
     PlannedSequence s = {};
     if (i < num_sequences) s = sequences.Get(i);
-    const int64_t rows = int64_t{s.num_queries} * p.group_size;
-    const int q_tiles = static_cast<int>((rows + p.few_q_tile_rows - 1) / p.few_q_tile_rows);
-    const int before = scan.Exclusive(s.role == kFew ? s.num_kv_tiles * q_tiles : 0, &total);
+    const int before = scan.Exclusive(FewSteps(s, p.group_size, p.few_q_tile_rows), &total);
     if (i < num_sequences) few_starts[i] = num_steps + before;
     num_steps += total;
   }
@@ -426,7 +380,7 @@ __device__ int CountRest(const PlanProblem& p, Scan& scan, const SequenceTable& 
   return num_rest;
 }
 
-// Fills in first_tile of the sequences of role kMany. Returns the number of their q tiles.
+// Fills in first_tile of the long sequences. Returns the number of q tiles of role kMany.
 __device__ int CountMany(const PlanProblem& p, Scan& scan, const LongList& long_list) {
   const int thread = threadIdx.x;
   int num_many = 0, total;
@@ -439,7 +393,7 @@ __device__ int CountMany(const PlanProblem& p, Scan& scan, const LongList& long_
       tiles = ManyTiles(p, l.role, l.num_queries);
     }
     const int before = scan.Exclusive(tiles, &total);
-    if (tiles > 0) long_list.SetFirstTile(n, num_many + before);
+    if (n < long_list.size) long_list.SetFirstTile(n, num_many + before);
     num_many += total;
   }
   return num_many;

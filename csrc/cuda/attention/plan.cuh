@@ -49,7 +49,7 @@ struct alignas(16) PlannedSequence : Sequence {
   int32_t role;
   int32_t num_kv_tiles;   // few: kv tiles of each of its q tiles
   int32_t first_kv_tile;  // few: the first kv tile that any row sees
-  int32_t first_tile;     // many: index of its first q tile in the list
+  int32_t first_tile;     // many: its first q tile among those of all sequences
   int32_t unused[2];
 };
 
@@ -78,13 +78,17 @@ struct alignas(16) FewBlock {
   int32_t index;       // the first step's sequence
   int32_t first_row;   // of the first step's q tile
   int32_t tile_start;  // the first step of that q tile
-  int32_t unused[3];
+  int32_t share;       // steps of every block but the last one
+  int32_t unused[2];
   PlannedSequence sequence;
 };
 
 // The most thread blocks of all KV heads together, which bounds the workspace. (With more KV heads
 // than this, each has one block, and there are no partial results.)
 constexpr int kMaxFewBlocks = 512;
+
+// Of so many sequences an engine for few queries can make the plan itself.
+constexpr int kMaxOwnSequences = 128;
 
 // Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
 struct PlanLayout {

@@ -55,6 +55,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.lse_stride_head = args.lse.stride[0], p.lse_stride_token = args.lse.stride[1];
   p.k = CacheOf(k), p.v = CacheOf(v);
   p.block_table = index.block_table;
+  p.index = index;
   p.window = WindowOf(args);
   p.num_tokens = index.num_tokens;
   p.num_heads = static_cast<int32_t>(args.q.shape[1]);

@@ -83,6 +83,9 @@ struct Problem {
   const void* sinks;  // [Hq], may be null
   int64_t sinks_stride;
   PlanView plan;
+  // few: the engine makes the plan itself, from these, and `plan` is not there.
+  bool makes_plan;
+  IndexTensors index;
 
   // The keys that at least one of queries [first, last] of a sequence sees.
   __device__ KeyRange Visible(const Sequence& s, int first, int last) const {

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kSimtRows))
     __syncthreads();
   }
 
-  Cursor load(block), compute(block);
+  Cursor load(p.plan.sequences, block), compute(p.plan.sequences, block);
   auto find = [&] {
     return load.step < end
                ? KeyPlaces::Find(p, load.sequence, load.index, load.first_key() + warp * kSliceKeys)
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kSimtRows))
                shared);
     if (segment_end == end) {
       if (threadIdx.x == 0) {
-        workspace.tile(kv_head, blockIdx.y) = compute.Begun(p, blockIdx.y, segment, block.begin);
+        workspace.tile(kv_head, blockIdx.y) = compute.Begun(blockIdx.y, segment, block.begin);
       }
       return;
     }

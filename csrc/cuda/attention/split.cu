@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
     __syncthreads();
   }
 
-  Cursor load(block), compute(block);
+  Cursor load(p.plan.sequences, block), compute(p.plan.sequences, block);
   auto find = [&] {
     return load.step < end
                ? KeyPlaces::Find(p, load.sequence, load.index, load.first_key() + warp * kSliceKeys)
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
     }
     if (segment_end == end) {
       if (threadIdx.x == 0) {
-        workspace.tile(kv_head, blockIdx.y) = compute.Begun(p, blockIdx.y, segment, block.begin);
+        workspace.tile(kv_head, blockIdx.y) = compute.Begun(blockIdx.y, segment, block.begin);
       }
       return;
     }

@@ -11,6 +11,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/problem.cuh"
+#include "cuda/attention/warp.cuh"
 
 namespace flashxla::attention {
 
@@ -86,23 +87,28 @@ struct Cursor {
   int step, end;
   int tile_start, tile_end;  // steps of the current q tile
   int index, first_row;
+  int share;  // steps of every block but the last one
+  const PlannedSequence* sequences;
   PlannedSequence sequence;
 
-  __device__ explicit Cursor(const FewBlock& block)
+  __device__ Cursor(const PlannedSequence* all, const FewBlock& block)
       : step(block.begin),
         end(block.end),
         tile_start(block.tile_start),
         tile_end(block.tile_start + block.sequence.num_kv_tiles),
         index(block.index),
         first_row(block.first_row),
+        share(block.share),
+        sequences(all),
         sequence(block.sequence) {}
 
+  // All lanes of a warp must call it.
   __device__ void Next(const Problem& p) {
     if (++step != tile_end || step == end) return;
     first_row += p.few_q_tile_rows;
     if (first_row >= sequence.num_queries * p.group_size) {
       first_row = 0;
-      do sequence = p.plan.sequences[++index];
+      do sequence = ReadTogether(&sequences[++index]);
       while (sequence.role != kFew);
     }
     tile_start = tile_end;
@@ -113,21 +119,19 @@ struct Cursor {
   }
 
   // The current q tile if it begins in block `block`, at step `segment`, and continues in others.
-  __device__ SplitTile Begun(const Problem& p, int block, int segment, int block_begin) const {
+  __device__ SplitTile Begun(int block, int segment, int block_begin) const {
     const bool continues = segment == tile_start && tile_end > end;
-    const int last_block = (tile_end - 1) / StepsOfBlock(p);
+    const int last_block = (tile_end - 1) / share;
     return Describe(continues ? last_block - block + 1 : 0, segment != block_begin);
   }
   // The current q tile if it ends in block `block` and begins in an earlier one.
-  __device__ SplitTile Ended(const Problem& p, int block) const {
-    const int steps = StepsOfBlock(p), first_block = tile_start / steps;
+  __device__ SplitTile Ended(int block) const {
+    const int first_block = tile_start / share;
     const bool ends = tile_end <= end && first_block < block;
-    return Describe(ends ? block - first_block + 1 : 0, tile_start != first_block * steps);
+    return Describe(ends ? block - first_block + 1 : 0, tile_start != first_block * share);
   }
 
  private:
-  // All blocks but the last one have as many as the first.
-  __device__ static int StepsOfBlock(const Problem& p) { return p.plan.few_blocks[0].end; }
   __device__ SplitTile Describe(int num_parts, bool back) const {
     return {num_parts, back, index, sequence.first_query, sequence.num_queries, first_row, {}};
   }

@@ -6,6 +6,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/swap_combine.cuh"
+#include "cuda/attention/swap_plan.cuh"
 #include "cuda/attention/swap_tile.cuh"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/call_tag.h"
@@ -50,11 +51,11 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
 
 template <typename S>
 __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
-                            const SplitWorkspace& workspace, const FewBlock& block, int kv_head,
-                            int warp) {
-  Cursor at(block);
+                            const SplitWorkspace& workspace, const PlannedSequence* sequences,
+                            const FewBlock& block, int kv_head, int warp) {
+  Cursor at(sequences, block);
   SplitTile ended = {};
-  if constexpr (S::kCombines) ended = at.Ended(w.p, blockIdx.y);
+  if constexpr (S::kCombines) ended = at.Ended(blockIdx.y);
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
@@ -79,7 +80,7 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
       if constexpr (S::kCombines) {
         if (ended.num_parts > 0) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
       } else if (threadIdx.x == 0) {
-        workspace.tile(kv_head, blockIdx.y) = at.Begun(w.p, blockIdx.y, segment, block.begin);
+        workspace.tile(kv_head, blockIdx.y) = at.Begun(blockIdx.y, segment, block.begin);
       }
       return;
     }
@@ -105,19 +106,29 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   }
   __syncthreads();
   WaitForPrevious();
-  const FewBlock block = w.p.plan.few_blocks[blockIdx.y];
+  const PlannedSequence* sequences = w.p.plan.sequences;
+  if (S::kCombines && w.p.makes_plan) {
+    sequences = shared.sequences();
+    ListSequences(w.p, shared.sequences());
+  }
+  const FewBlock block = S::kCombines && w.p.makes_plan
+                             ? FindFewBlock(w.p, sequences, blockIdx.y)
+                             : ReadTogether(&w.p.plan.few_blocks[blockIdx.y]);
   const bool works = block.begin < block.end;
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
-    if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, block, kv_head);
+    if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
     if constexpr (S::kCombines) {
-      StoreIdleTokens(w.p, blockIdx.y * gridDim.x + kv_head, gridDim.x * gridDim.y);
+      const int first = blockIdx.y * gridDim.x + kv_head, count = gridDim.x * gridDim.y;
+      StoreIdleTokens(w.p, first, count, [&](int token) {
+        return w.p.makes_plan ? MarkOfToken(w.p, sequences, token) : w.p.plan.token_sequence[token];
+      });
     } else if (!works && threadIdx.x == S::kConsumerThreads) {
       workspace.tile(kv_head, blockIdx.y).num_parts = 0;
     }
   } else if (works) {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
-    SwapConsume(w, shared, workspace, block, kv_head, warp);
+    SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
   }
 #endif
 }

@@ -72,9 +72,12 @@ struct SwapShape {
   using Rows = SwapRows<kGroupRows>;
   static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
   static constexpr int kMaxStages = 6;
+  // For the sequences of a plan that the engine makes itself.
+  static constexpr int kPlanBytes = kCombines ? kMaxOwnSequences * int{sizeof(PlannedSequence)} : 0;
   // A barrier for "full", one for "empty", and a mask for each stage; 1 KB to align the stages.
-  static constexpr int kFixedBytes =
-      1024 + kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 3 * 8 * kMaxStages;
+  static constexpr int kFixedBytes = 1024 +
+                                     kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) +
+                                     3 * 8 * kMaxStages + kPlanBytes;
   static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
   static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
@@ -113,6 +116,9 @@ struct SwapShared {
     return weights(S::kGroups) + S::kGroups * int{sizeof(typename S::Rows)} + 8 * (S::kStages + i);
   }
   __device__ uint32_t empty(int i) const { return full(S::kStages + i); }
+  __device__ PlannedSequence* sequences() const {
+    return reinterpret_cast<PlannedSequence*>(base + (empty(S::kMaxStages) - address));
+  }
 
   __device__ void InitBarriers() const {
     for (int i = 0; i < S::kStages; ++i) {
@@ -177,10 +183,10 @@ struct SwapBoxes {
 // The producer warp: fills the stages with the keys and values of the block's steps.
 template <typename S>
 __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
-                            const FewBlock& block, int kv_head) {
+                            const PlannedSequence* sequences, const FewBlock& block, int kv_head) {
   const int lane = threadIdx.x & 31;
   const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
-  Cursor load(block);
+  Cursor load(sequences, block);
   auto find = [&] {
     const SwapBoxes found = SwapBoxes::Find(w, load);
     load.step += found.steps - 1;

@@ -22,6 +22,22 @@ __device__ inline int FindStart(const int32_t* starts, int n, int x) {
   }
 }
 
+// Reads what all lanes of the warp need. The compiler then knows that they have the same, and keeps
+// what follows from it, as the addresses of matrix instructions do, in uniform registers.
+template <typename T>
+__device__ T ReadTogether(const T* from) {
+  constexpr int kWords = sizeof(T) / 4;
+  static_assert(kWords <= 32);
+  const int lane = threadIdx.x & 31;
+  const int word = lane < kWords ? reinterpret_cast<const int*>(from)[lane] : 0;
+  T x;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    reinterpret_cast<int*>(&x)[i] = __shfl_sync(kAllLanes, word, i);
+  }
+  return x;
+}
+
 }  // namespace flashxla::attention
 
 #endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WARP_CUH_

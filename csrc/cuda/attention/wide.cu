@@ -422,7 +422,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     }
     queries.Next();
 
-    tiles.Read(&tile);
+    tile = tiles.Read();
     StoreRows<Out, kDims, kLift>(p, tile, row0, rows, rule.template rest<S::kAlibi>(), out);
   }
 }

@@ -84,7 +84,7 @@ struct WideShape {
   static constexpr int kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kTileStages = 4;  // q tiles that warps may be apart
-  static constexpr int kTileBytes = kTileStages * kTileWords * 4;
+  static constexpr int kTileBytes = kTileStages * int{sizeof(ManyTile)};
   static constexpr int kBarrierBytes =
       8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages + kTileStages);
   // Aligning the stages may take up to 1 KB.
@@ -118,11 +118,11 @@ struct WideProblem {
 template <typename S>
 struct WideShared {
   uint32_t base, barriers;
-  int* first_tile;
+  ManyTile* first_tile;
 
   __device__ explicit WideShared(char* shared) {
     base = (SharedAddress(shared) + 1023) / 1024 * 1024;
-    first_tile = reinterpret_cast<int*>(shared + (raw(S::kRawStages) - SharedAddress(shared)));
+    first_tile = reinterpret_cast<ManyTile*>(shared + (raw(S::kRawStages) - SharedAddress(shared)));
     barriers = raw(S::kRawStages) + S::kTileBytes;
   }
   __device__ uint32_t queries(int stage) const { return base + stage * S::kQueryBytes; }
@@ -144,8 +144,7 @@ struct WideShared {
   __device__ uint32_t tile_full(int i) const { return raw_full(2 * S::kRawStages + i); }
   __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
 
-  // A ManyTile.
-  __device__ int* tile_words(int stage) const { return first_tile + stage * kTileWords; }
+  __device__ ManyTile* tile(int stage) const { return first_tile + stage; }
 
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
@@ -196,7 +195,7 @@ class WideTiles {
   // Moves to the next tile; false if there are no more.
   __device__ bool Next(ManyTile* tile) {
     WaitBarrier(shared_.tile_full(state_.stage), state_.parity);
-    Read(tile);
+    *tile = Read();
     return tile->index >= 0;
   }
   // Each warp must say that it is done with a tile before it asks for the next one.
@@ -205,16 +204,7 @@ class WideTiles {
     state_.Next();
   }
   // The present tile. To read it anew takes fewer registers than to keep it.
-  __device__ void Read(ManyTile* tile) const {
-    const int lane = threadIdx.x & 31;
-    const int word = lane < kTileWords ? shared_.tile_words(state_.stage)[lane] : 0;
-    // Like this ptxas knows that all lanes have the same, and keeps what follows from it, as the
-    // addresses of matrix instructions do, in uniform registers.
-#pragma unroll
-    for (int i = 0; i < kTileWords; ++i) {
-      reinterpret_cast<int*>(tile)[i] = __shfl_sync(kAllLanes, word, i);
-    }
-  }
+  __device__ ManyTile Read() const { return ReadTogether(shared_.tile(state_.stage)); }
 
  private:
   const WideShared<S>& shared_;
@@ -241,7 +231,7 @@ class WideSchedule {
       if (lane == offsetof(ManyTile, kv_head) / 4) word = head / p.group_size;
     }
     WaitBarrier(shared_.tile_empty(state_.stage), state_.parity ^ 1);
-    if (lane < kTileWords) shared_.tile_words(state_.stage)[lane] = word;
+    if (lane < kTileWords) reinterpret_cast<int*>(shared_.tile(state_.stage))[lane] = word;
     Release(shared_.tile_full(state_.stage));
     state_.Next(), ++round_;
   }

@@ -1,0 +1,95 @@
+// What makes a plan of index tensors, sequence by sequence. plan.cu makes whole plans;
+// swap_plan.cuh makes what decode needs of one, within its engine.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_SEQUENCES_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_SEQUENCES_CUH_
+
+#include "cuda/attention/plan.cuh"
+#include "cuda/attention/warp.cuh"
+
+namespace flashxla::attention {
+
+// For offsets that do not only grow. A sequence is sound if it does not start before the end of an
+// earlier sound one; num_queries of the others becomes 0. One warp takes 32 sequences at a time.
+// Each sequence starts where the one before ends, so after a sound one all are sound until the
+// offsets decrease.
+__device__ inline void ReadUnsoundQueries(const IndexTensors& index, int num_sequences,
+                                          PlannedSequence* sequences) {
+  const int lane = threadIdx.x & 31;
+  int previous = 0;  // the end of the last sound one
+#pragma unroll 1
+  for (int base = 0; base < num_sequences; base += 32) {
+    const int i = base + lane;
+    int begin = 0, end = -1;
+    if (i < num_sequences) begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
+    const bool grows = AreQueries(index, begin, end);
+    const unsigned growing = __ballot_sync(kAllLanes, grows);
+    unsigned left = growing, sound = 0;
+#pragma unroll 1
+    while (const unsigned next = __ballot_sync(kAllLanes, begin >= previous) & left) {
+      const int first = __ffs(next) - 1;
+      const unsigned stops = ~growing >> first << first;  // from `first` on
+      const int last = stops ? __ffs(stops) - 2 : 31;
+      const unsigned run = ~0u >> (31 - last) >> first << first;
+      sound |= run;
+      left &= ~(~0u >> (31 - last));
+      previous = __shfl_sync(kAllLanes, end, last);
+    }
+    if (i < num_sequences) sequences[i].num_queries = (sound >> lane) & 1 ? end - begin : 0;
+  }
+}
+
+// Fills in the kv tiles that any row of a sequence sees, and returns the keys.
+__device__ inline KeyRange SetKvTiles(const Window& window, PlannedSequence* s) {
+  const KeyRange keys = VisibleKeys(*s, window, 0, s->num_queries - 1);
+  s->first_kv_tile = keys.begin / kFewKvTileKeys;
+  s->num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - s->first_kv_tile;
+  return keys;
+}
+
+// The steps of few queries that a sequence has.
+__device__ inline int FewSteps(const PlannedSequence& s, int group_size, int q_tile_rows) {
+  if (s.role != kFew) return 0;
+  const int64_t rows = int64_t{s.num_queries} * group_size;
+  return s.num_kv_tiles * static_cast<int>((rows + q_tile_rows - 1) / q_tile_rows);
+}
+
+// Roughly a / b, rounded down. Much faster than the exact quotient.
+__device__ inline int RoughQuotient(int a, int b) {
+  return static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)) + 1e-3f);
+}
+
+// How many of the `total` steps of few queries a thread block gets: an equal share, or up to a
+// sixteenth more where all sequences are alike, if then blocks have whole q tiles or q tiles whole
+// blocks. Whole q tiles need not be combined, and fewer blocks keep the memory busy, too.
+struct FewShare {
+  int equal, most;
+
+  __device__ FewShare(int total, int num_blocks)
+      : equal(max((total + num_blocks - 1) / num_blocks, 1)), most(equal + equal / 16) {}
+
+  __device__ bool fixed() const { return most == equal; }
+  // If all q tiles have `tile` steps.
+  __device__ int Whole(int tile) const {
+    const int parts = max(RoughQuotient(tile, equal), 1), part = RoughQuotient(tile, parts);
+    const int whole = RoughQuotient(equal + part - 1, part) * part;
+    return part * parts == tile && whole >= equal && whole <= most ? whole : equal;
+  }
+};
+
+// The block with steps [begin, end), the first of which belongs to sequence `index`, whose steps
+// start at `start`.
+__device__ inline FewBlock FewBlockAt(const PlannedSequence& s, int index, int start, int begin,
+                                      int end, int share, int q_tile_rows) {
+  const int row_tile = (begin - start) / s.num_kv_tiles;
+  return {begin, end, index, row_tile * q_tile_rows, start + row_tile * s.num_kv_tiles,
+          share, {},  s};
+}
+
+// What token_sequence says for the tokens of a sound sequence.
+__device__ inline int MarkOf(int role, int index) {
+  return role == kIdle ? KeylessMark(index) : index;
+}
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_SEQUENCES_CUH_
