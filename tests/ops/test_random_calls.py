@@ -148,7 +148,7 @@ def apart(rng: Rng) -> dict[str, Any]:
 def anything(rng: Rng) -> dict[str, Any]:
     """Any sizes at all."""
     return {
-        "lens": lens_of(rng, rng.integers(0, 40, rng.integers(1, 6)), 40),
+        "lens": lens_of(rng, rng.integers(0, pick(rng, 40, 80), rng.integers(1, 6)), 40),
         "group": int(rng.integers(1, 5)),
         "dtype": pick(rng, "f32", *SIXTEEN),
         "dim": rng.integers(1, 257),

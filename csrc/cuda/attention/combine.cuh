@@ -121,20 +121,27 @@ template <int kDims>
 __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, int first,
                            int count) {
   const int lane = threadIdx.x & 31, blocks = workspace.blocks * p.num_kv_heads;
-  // All warps walk through all q tiles; the warps take the rows in turn.
-  int row = first;
+  // The rows of all q tiles are counted, 32 tiles at a time; the warps take them in turn.
+  int next = first;
   for (int base = 0; base < blocks && p.plan.totals[kFew] > 0; base += 32) {
-    const bool is_split = base + lane < blocks && workspace.tiles[base + lane].num_parts > 0;
-    for (unsigned split = __ballot_sync(kAllLanes, is_split); split != 0; split &= split - 1) {
-      const int place = base + __ffs(split) - 1;
-      const SplitTile tile = workspace.tiles[place];
-      const int rows = min(tile.num_queries * p.group_size - tile.first_row, workspace.shape.rows);
-      for (; row < rows; row += count) {
-        CombineRow<kDims, 8>(p, workspace, place / workspace.blocks, place % workspace.blocks, tile,
-                             row);
-      }
-      row -= rows;
+    SplitTile tile = {};
+    if (base + lane < blocks) tile = workspace.tiles[base + lane];
+    const int rows = tile.num_parts == 0 ? 0
+                                         : min(tile.num_queries * p.group_size - tile.first_row,
+                                               workspace.shape.rows);
+    int end = rows;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, end, step);
+      if (lane >= step) end += other;
     }
+    const int total = __shfl_sync(kAllLanes, end, 31);
+    for (; next < total; next += count) {
+      const int owner = __ffs(__ballot_sync(kAllLanes, next < end)) - 1;
+      const int row = next - __shfl_sync(kAllLanes, end - rows, owner), place = base + owner;
+      CombineRow<kDims, 8>(p, workspace, place / workspace.blocks, place % workspace.blocks,
+                           workspace.tiles[place], row);
+    }
+    next -= total;
   }
   StoreIdleTokens(p, first, count, [&](int token) { return p.plan.token_sequence[token]; });
 }
