@@ -112,6 +112,8 @@ struct QuantizeEight {
 template <typename Column, int kTokens>
 __global__ void __launch_bounds__(kTokens > 1 ? kManyThreads : kFewThreads)
     WriteKernel(const __grid_constant__ WriteArgs args) {
+  TriggerNext();
+  WaitForPrevious();
   const uint32_t column = blockIdx.y * blockDim.x + threadIdx.x;
   if (column >= args.num_columns) return;
   const uint32_t which = column >= args.key_columns;
@@ -213,11 +215,8 @@ struct Write {
     args.num_columns = static_cast<uint32_t>(num_columns);
     args.key_head_columns = FastDivide(key_head_columns);
     args.value_head_columns = FastDivide(value_head_columns);
-    if (many) {
-      WriteKernel<Column, kManyTokens><<<grid.grid, grid.block, 0, stream>>>(args);
-    } else {
-      WriteKernel<Column, 1><<<grid.grid, grid.block, 0, stream>>>(args);
-    }
+    LaunchDependent(many ? WriteKernel<Column, kManyTokens> : WriteKernel<Column, 1>, grid.grid,
+                    grid.block, 0, stream, args);
     return LaunchStatus("kv_cache");
   }
 

@@ -55,14 +55,14 @@ inline int NumMultiprocessors() {
 // to rely on all earlier ones. Code for GPUs before Hopper has no PDL and starts after the previous
 // kernel.
 template <typename... Parameters, typename... Arguments>
-void LaunchDependent(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes,
+void LaunchDependent(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
                      cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
-  config.blockDim = dim3(threads);
+  config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;

@@ -97,9 +97,7 @@ flashxla_status CheckPlanned(const Facts& facts, const Choice& choice) {
   return FLASHXLA_OK;
 }
 
-// Writes the new keys and values into the cache. The kernel does not take part in programmatic
-// dependent launch (PDL): it starts when all work before it is complete, and since it never calls
-// TriggerNext(), the engines start after it has ended.
+// Writes the new keys and values into the cache.
 flashxla_status WriteNewKeys(const flashxla_attention_args& args, const PlanProblem& plan,
                              const flashxla_context& context) {
   flashxla_kv_cache_args write = WriteOf(args);

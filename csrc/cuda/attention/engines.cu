@@ -15,13 +15,6 @@ namespace {
 constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kSimtSplitEngine, &kWideEngine,
                                       &kTileEngine, &kSimtEngine,  &kGeneralEngine};
 
-// Of a batch in which no sequence has more rows than `longest`.
-int SwapQTileRows(int64_t longest) {
-  return longest <= kSplitQTileRows   ? kSplitQTileRows
-         : longest <= kGroupQTileRows ? kGroupQTileRows
-                                      : kSwapQTileRows;
-}
-
 }  // namespace
 
 const char* WhyOnlyGeneral(const Problem& p) {
@@ -70,10 +63,9 @@ Choice ChooseEngines(const Facts& facts) {
     const bool swap = choice.engines[kFew] == &kSwapEngine;
     choice.all_few = longest <= MaxFewRows(p.group_size) && countable;
     choice.few_chunks = swap && countable && !choice.all_few;
-    p.few_q_tile_rows = !swap             ? kSplitQTileRows
-                        : !choice.all_few ? kSwapQTileRows
-                                          : SwapQTileRows(longest);
-    choice.few_combines = swap && p.few_q_tile_rows < kSwapQTileRows;
+    p.few_q_tile_rows =
+        swap && (!choice.all_few || longest > kSplitQTileRows) ? kSwapQTileRows : kSplitQTileRows;
+    choice.few_combines = swap && p.few_q_tile_rows == kSplitQTileRows;
     choice.few_plans =
         choice.few_combines && choice.all_few && facts.num_sequences <= kMaxOwnSequences;
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;

@@ -8,7 +8,10 @@
 namespace flashxla::attention {
 namespace {
 
-constexpr int kThreads = kScanThreads;
+// Of the thread block. Every instruction of a warp takes a cycle of its scheduler, so a small batch
+// is planned faster by fewer threads.
+constexpr int kFewThreads = 256, kThreads = kScanThreads;
+__device__ int NumThreads() { return static_cast<int>(blockDim.x); }
 
 // With more q tiles of many queries than this they are not sorted by cost: so many balance anyway.
 constexpr int kMaxSorted = 2048;
@@ -90,7 +93,7 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
                             PlannedSequence* sequences) {
   bool grows = true;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num_sequences; i += kThreads) {
+  for (int i = threadIdx.x; i < num_sequences; i += NumThreads()) {
     const int begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
     grows = grows && AreQueries(index, begin, end);
   }
@@ -108,7 +111,7 @@ __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences
   if (share.fixed()) return share.equal;
   bool alike = true;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.index.num_sequences; i += kThreads) {
+  for (int i = threadIdx.x; i < p.index.num_sequences; i += NumThreads()) {
     const bool is_padding = starts[i] == total;
     alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
   }
@@ -122,7 +125,7 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
   const int num_blocks = p.num_few_blocks;
   const int share = StepsOfBlock(p, sequences, starts, total);
 #pragma unroll 1
-  for (int b = threadIdx.x; b < num_blocks; b += kThreads) {
+  for (int b = threadIdx.x; b < num_blocks; b += NumThreads()) {
     const int first = b * share;
     if (first >= total) {
       blocks[b].begin = blocks[b].end = 0;
@@ -150,10 +153,10 @@ struct Lanes {
   int count;
 
   __device__ explicit Lanes(int num_sequences) : count(32) {
-    while (count > 1 && num_sequences * count > kThreads) count /= 2;
+    while (count > 1 && num_sequences * count > NumThreads()) count /= 2;
   }
   __device__ int group() const { return threadIdx.x / count; }
-  __device__ int num_groups() const { return kThreads / count; }
+  __device__ int num_groups() const { return NumThreads() / count; }
   __device__ int lane() const { return threadIdx.x % count; }
   // Whether x holds in any lane of the group.
   __device__ bool Any(bool x) const {
@@ -171,13 +174,13 @@ __device__ void ForEachLong(const LongList& list, Body&& body) {
 #pragma unroll 1
   for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
     const LongSequence s = list[n];
-    if (s.num_queries <= kThreads) body(s, lanes.lane(), lanes.count);
+    if (s.num_queries <= NumThreads()) body(s, lanes.lane(), lanes.count);
   }
   if (!list.has_huge) return;
 #pragma unroll 1
   for (int n = 0; n < list.size; ++n) {
     const LongSequence s = list[n];
-    if (s.num_queries > kThreads) body(s, threadIdx.x, kThreads);
+    if (s.num_queries > NumThreads()) body(s, threadIdx.x, NumThreads());
   }
 }
 
@@ -232,7 +235,7 @@ __device__ void CheckTables(const PlanProblem& p, const LongList& list) {
     const LongSequence s = list[n];
     const int pages = pages_of(s);
     if (pages <= kMaxOfLane * lanes.count) continue;
-    const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, kThreads);
+    const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, NumThreads());
     if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, other);
   }
   __syncthreads();
@@ -270,7 +273,7 @@ __device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& l
 #pragma unroll 1
   for (int pass = sorted ? 0 : 1; pass < 2; ++pass) {  // finds the costs, writes
 #pragma unroll 1
-    for (int n = threadIdx.x; n < count; n += kThreads) {
+    for (int n = threadIdx.x; n < count; n += NumThreads()) {
       const ManyTile tile = ManyTileAt(p, list, n);
       if (pass == 0) {
         shared.cost[n] = max(tile.end - tile.begin, 0);
@@ -299,7 +302,7 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
   const IndexTensors& index = p.index;
   const int thread = threadIdx.x;
 #pragma unroll 1
-  for (int i0 = 0; i0 < index.num_sequences; i0 += kThreads) {
+  for (int i0 = 0; i0 < index.num_sequences; i0 += NumThreads()) {
     const int i = i0 + thread;
     PlannedSequence s = {};
     bool is_long = false;
@@ -331,7 +334,7 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
     if (!__syncthreads_or(is_long)) continue;
     int total;
     bool any_huge;
-    const bool is_huge = is_long && s.num_queries > kThreads;
+    const bool is_huge = is_long && s.num_queries > NumThreads();
     const int before = scan.Exclusive(is_long, &total, is_huge, &any_huge);
     if (is_long) long_list.Set(long_list.size + before, i, s);
     long_list.size += total;
@@ -345,7 +348,7 @@ __device__ int CountFew(const PlanProblem& p, Scan& scan, const SequenceTable& s
   const int num_sequences = p.index.num_sequences;
   int num_steps = 0, total;
 #pragma unroll 1
-  for (int i0 = 0; i0 < num_sequences; i0 += kThreads) {
+  for (int i0 = 0; i0 < num_sequences; i0 += NumThreads()) {
     const int i = i0 + threadIdx.x;
     PlannedSequence s = {};
     if (i < num_sequences) s = sequences.Get(i);
@@ -366,7 +369,7 @@ __device__ int CountRest(const PlanProblem& p, Scan& scan, const SequenceTable& 
   const int thread = threadIdx.x;
   int num_rest = 0, total;
 #pragma unroll 1
-  for (int i0 = 0; i0 < index.num_sequences; i0 += kThreads) {
+  for (int i0 = 0; i0 < index.num_sequences; i0 += NumThreads()) {
     const int i = i0 + thread;
     PlannedSequence s = {};
     if (i < index.num_sequences) s = sequences.Get(i);
@@ -385,7 +388,7 @@ __device__ int CountMany(const PlanProblem& p, Scan& scan, const LongList& long_
   const int thread = threadIdx.x;
   int num_many = 0, total;
 #pragma unroll 1
-  for (int n0 = 0; n0 < long_list.size; n0 += kThreads) {
+  for (int n0 = 0; n0 < long_list.size; n0 += NumThreads()) {
     const int n = n0 + thread;
     int tiles = 0;
     if (n < long_list.size) {
@@ -416,7 +419,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   int32_t* token_sequence = p.plan + layout.token_sequence();
 
   const int num_sequences = NumSequences(index);
-  for (int i = thread; i < index.num_tokens; i += kThreads) token_sequence[i] = kNoSequence;
+  for (int i = thread; i < index.num_tokens; i += NumThreads()) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(index, num_sequences, sequences.plan);
 
   ListSequences(p, scan, sequences, long_list, token_sequence, num_sequences, grows);
@@ -452,7 +455,9 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
 }  // namespace
 
 void LaunchPlan(const PlanProblem& p, cudaStream_t stream) {
-  LaunchDependent(PlanKernel, 1, kThreads, 0, stream, p);
+  const bool is_small =
+      p.index.num_sequences <= kFewThreads && p.index.num_tokens <= 64 * kFewThreads;
+  LaunchDependent(PlanKernel, 1, is_small ? kFewThreads : kThreads, 0, stream, p);
 }
 
 }  // namespace flashxla::attention

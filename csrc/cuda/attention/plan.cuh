@@ -25,7 +25,7 @@ enum Role : int32_t {
 constexpr int kNumRoles = 4;
 
 constexpr int kFewKvTileKeys = 64;
-constexpr int kSplitQTileRows = 16, kGroupQTileRows = 64, kSwapQTileRows = 128;  // few_q_tile_rows
+constexpr int kSplitQTileRows = 16, kSwapQTileRows = 128;  // at most: see few_q_tile_rows
 constexpr int kManyQTileTokens = 128;  // of one query head; at least: see many_q_tile_tokens
 constexpr int kRestQTileRows = 64;
 

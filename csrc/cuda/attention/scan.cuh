@@ -8,7 +8,7 @@
 
 namespace flashxla::attention {
 
-constexpr int kScanThreads = 1024;
+constexpr int kScanThreads = 1024;  // at most
 constexpr int kScanWarps = kScanThreads / 32;
 
 // Two of each: a scan may write one while slow threads still read the last scan's results from the
@@ -26,7 +26,7 @@ struct Scan {
   // Returns the sum of `value` over the threads before this one. *total is the sum over all
   // threads, *any whether any thread has set `flag`.
   __device__ int Exclusive(int value, int* total, bool flag = false, bool* any = nullptr) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int32_t* partial = shared.partial[turn];
     unsigned* flags = shared.flags[turn];
     turn ^= 1;
@@ -40,16 +40,16 @@ struct Scan {
     if (any != nullptr && lane == 0) flags[warp] = flagged;
     __syncthreads();
     if (warp == 0) {
-      int all = partial[lane];
+      int all = lane < warps ? partial[lane] : 0;
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(kAllLanes, all, step);
         if (lane >= step) all += other;
       }
       partial[lane] = all;
-      if (any != nullptr) flags[lane] = __any_sync(kAllLanes, flags[lane] != 0);
+      if (any != nullptr) flags[lane] = __any_sync(kAllLanes, lane < warps && flags[lane] != 0);
     }
     __syncthreads();
-    *total = partial[kScanWarps - 1];
+    *total = partial[warps - 1];
     if (any != nullptr) *any = flags[0] != 0;
     return sum - value + (warp == 0 ? 0 : partial[warp - 1]);
   }

@@ -8,6 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) SlotsKernel(const __grid_constant__ PlanProblem p) {
+  TriggerNext();
   WaitForPrevious();
   const PlanLayout layout = p.layout();
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;

@@ -68,13 +68,13 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
     };
     if (rows <= 8 * S::kGroups) {
       compute(std::integral_constant<int, 8>{});
-    } else if constexpr (S::kGroupRows == 16) {
-      compute(std::integral_constant<int, 16>{});
-    } else if (rows <= 16 * S::kGroups) {
+    } else if constexpr (S::kGroups == 1) {
+      compute(std::integral_constant<int, S::kGroupRows>{});
+    } else if (rows <= 32) {
       compute(std::integral_constant<int, 16>{});
     } else {
-      rows <= 32 * S::kGroups ? compute(std::integral_constant<int, 32>{})
-                              : compute(std::integral_constant<int, 64>{});
+      rows <= 64 ? compute(std::integral_constant<int, 32>{})
+                 : compute(std::integral_constant<int, S::kGroupRows>{});
     }
     if (at.step == at.end) {
       if constexpr (S::kCombines) {
@@ -151,8 +151,6 @@ void WithShape(const Problem& p, Body&& body) {
     constexpr bool kFp8 = decltype(fp8)::value;
     if (p.few_q_tile_rows == kSplitQTileRows) {
       body(Type<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows>>{});
-    } else if (p.few_q_tile_rows == kGroupQTileRows) {
-      body(Type<SwapShape<Product, Out, kDims, kFp8, kGroupQTileRows>>{});
     } else {
       body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows>>{});
     }

@@ -53,7 +53,6 @@ struct SwapShape {
   // Many rows are shared by two warpgroups, so that they read keys from memory once.
   static constexpr int kGroups = kMaxRows > 64 ? 2 : 1;
   static constexpr int kGroupRows = kMaxRows / kGroups;
-  static_assert(kGroupRows == kSplitQTileRows || kGroupRows == kGroupQTileRows);
   static constexpr int kConsumerWarps = kGroups * kSwapGroupWarps;
   // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
   static constexpr bool kMoveRegisters = kGroups > 1;
