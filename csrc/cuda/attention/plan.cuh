@@ -41,7 +41,7 @@ inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
 // Whether a sequence with more queries than that is faster with the engine for few queries, where
 // that takes 64 rows at a time: there are too few of its larger q tiles for all multiprocessors.
 inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys) {
-  return num_queries < 48 ? num_keys >= 512 : num_queries <= 128 && num_keys >= 4096;
+  return num_queries < kMinManyQueries ? num_keys >= 256 : num_queries <= 128 && num_keys >= 4096;
 }
 
 // A sequence, and what the plan adds.
