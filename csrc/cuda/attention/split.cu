@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
     __syncthreads();
   }
 
-  Cursor load(p.plan.sequences, block), compute(p.plan.sequences, block);
+  Cursor load(p, p.plan.sequences, block), compute(p, p.plan.sequences, block);
   auto find = [&] {
     return load.step < end
                ? KeyPlaces::Find(p, load.sequence, load.index, load.first_key() + warp * kSliceKeys)

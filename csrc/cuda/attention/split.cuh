@@ -89,9 +89,12 @@ struct Cursor {
   int index, first_row;
   int share;  // steps of every block but the last one
   const PlannedSequence* sequences;
+  int last_index;
   PlannedSequence sequence;
+  Together<PlannedSequence> next;  // fetched ahead
 
-  __device__ Cursor(const PlannedSequence* all, const FewBlock& block)
+  // All lanes of a warp must call it, and Next.
+  __device__ Cursor(const Problem& p, const PlannedSequence* all, const FewBlock& block)
       : step(block.begin),
         end(block.end),
         tile_start(block.tile_start),
@@ -100,16 +103,20 @@ struct Cursor {
         first_row(block.first_row),
         share(block.share),
         sequences(all),
-        sequence(block.sequence) {}
+        last_index(p.index.num_sequences - 1),
+        sequence(block.sequence),
+        next(&all[min(index + 1, last_index)]) {}
 
-  // All lanes of a warp must call it.
   __device__ void Next(const Problem& p) {
     if (++step != tile_end || step == end) return;
     first_row += p.few_q_tile_rows;
     if (first_row >= sequence.num_queries * p.group_size) {
       first_row = 0;
-      do sequence = ReadTogether(&sequences[++index]);
-      while (sequence.role != kFew);
+      do {
+        sequence = next.Get();
+        ++index;
+        next = Together<PlannedSequence>(&sequences[min(index + 1, last_index)]);
+      } while (sequence.role != kFew);
     }
     tile_start = tile_end;
     tile_end += sequence.num_kv_tiles;

@@ -53,7 +53,7 @@ template <typename S>
 __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
                             const SplitWorkspace& workspace, const PlannedSequence* sequences,
                             const FewBlock& block, int kv_head, int warp) {
-  Cursor at(sequences, block);
+  Cursor at(w.p, sequences, block);
   SplitTile ended = {};
   if constexpr (S::kCombines) ended = at.Ended(blockIdx.y);
   int stage = 0;

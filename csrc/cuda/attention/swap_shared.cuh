@@ -186,7 +186,7 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
                             const PlannedSequence* sequences, const FewBlock& block, int kv_head) {
   const int lane = threadIdx.x & 31;
   const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
-  Cursor load(sequences, block);
+  Cursor load(w.p, sequences, block);
   auto find = [&] {
     const SwapBoxes found = SwapBoxes::Find(w, load);
     load.step += found.steps - 1;

@@ -124,6 +124,7 @@ struct SwapTile {
       rows.slope[i] = exists ? p.alibi_slopes.at(at.index, head, 0.f) : 0.f;
       rows.diagonal[i] = int64_t{query} + s.length - s.num_queries;
     }
+    WaitCopies<0>();
     FenceProxy();
     SyncGroup();
     scale = p.ScoreScale(at.index, kv_head) * (plain ? kLog2e : 1.f);
@@ -335,8 +336,9 @@ struct SwapTile {
   // Of dims [16 k, 16 k + 16) of the queries.
   static constexpr int QueryOffset(int k) { return k / 4 * kRows * S::kRowBytes + k % 4 * 32; }
 
-  // Brings the queries into shared memory; rows and dims that do not exist are 0. With fp8 keys,
-  // bf16 queries become f16, each row divided by a power of two that brings it near 1.
+  // Brings the queries into shared memory, by copies that are still to be awaited; rows and dims
+  // that do not exist are 0. With fp8 keys, bf16 queries become f16, each row divided by a power of
+  // two that brings it near 1.
   __device__ void LoadQueries(const SwapProblem& w, const Cursor& at, int kv_head) const {
     constexpr int kChunks = S::kDims / 8;  // of 8 dims
     constexpr int kVectors = kRows * kChunks;
@@ -363,7 +365,6 @@ struct SwapTile {
                     p.q.data + (offset + i % kChunks * 8) * 2, exists);
       }
       CommitCopies();
-      WaitCopies<0>();
       return;
     }
 #pragma unroll 1

@@ -22,20 +22,31 @@ __device__ inline int FindStart(const int32_t* starts, int n, int x) {
   }
 }
 
-// Reads what all lanes of the warp need. The compiler then knows that they have the same, and keeps
-// what follows from it, as the addresses of matrix instructions do, in uniform registers.
+// What all lanes of a warp need: a lane reads a word of it, which can be done ahead, and then gets
+// the words of all. The compiler knows then that the lanes have the same, and keeps what follows
+// from it, as the addresses of matrix instructions do, in uniform registers.
+template <typename T>
+struct Together {
+  static constexpr int kWords = sizeof(T) / 4;
+  static_assert(kWords <= 32);
+  int word;
+
+  __device__ explicit Together(const T* from) {
+    const int lane = threadIdx.x & 31;
+    word = lane < kWords ? reinterpret_cast<const int*>(from)[lane] : 0;
+  }
+  __device__ T Get() const {
+    T x;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      reinterpret_cast<int*>(&x)[i] = __shfl_sync(kAllLanes, word, i);
+    }
+    return x;
+  }
+};
 template <typename T>
 __device__ T ReadTogether(const T* from) {
-  constexpr int kWords = sizeof(T) / 4;
-  static_assert(kWords <= 32);
-  const int lane = threadIdx.x & 31;
-  const int word = lane < kWords ? reinterpret_cast<const int*>(from)[lane] : 0;
-  T x;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    reinterpret_cast<int*>(&x)[i] = __shfl_sync(kAllLanes, word, i);
-  }
-  return x;
+  return Together<T>(from).Get();
 }
 
 }  // namespace flashxla::attention
