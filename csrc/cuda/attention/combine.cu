@@ -16,7 +16,20 @@ __global__ void __launch_bounds__(kThreads)
     CombineKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
   TriggerNext();
   WaitForPrevious();
-  CombineAll<kDims>(p, workspace, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
+  const int warp = threadIdx.x / 32;
+  // A block takes kWarps rows of a q tile at a time.
+  const int slabs = (workspace.shape.rows + kWarps - 1) / kWarps;
+  const int blocks = workspace.blocks * p.num_kv_heads;
+  for (int i = blockIdx.x; i < blocks * slabs; i += gridDim.x) {
+    const int slab = i / blocks, kv_head = i % blocks % p.num_kv_heads;
+    const int block = i % blocks / p.num_kv_heads;
+    const SplitTile tile = workspace.tile(kv_head, block);
+    const int row = slab * kWarps + warp;
+    if (tile.num_parts == 0 || tile.first_row + row >= tile.num_queries * p.group_size) continue;
+    CombineRow<kDims, 8>(p, workspace, kv_head, block, tile, row);
+  }
+  StoreIdleTokens(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps,
+                  [&](int token) { return p.plan.token_sequence[token]; });
 }
 
 }  // namespace

@@ -115,8 +115,8 @@ __device__ void StoreIdleTokens(const Problem& p, int first, int count, MarkOf&&
   }
 }
 
-// Ends a call: combines all partial results and writes the tokens that no engine computes. A warp
-// has every `count`th share, from `first` on.
+// Ends a call within another kernel, which has few warps: combines all partial results and writes
+// the tokens that no engine computes. A warp has every `count`th share, from `first` on.
 template <int kDims>
 __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, int first,
                            int count) {

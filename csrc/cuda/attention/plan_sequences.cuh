@@ -80,7 +80,7 @@ struct FewShare {
 // start at `start`.
 __device__ inline FewBlock FewBlockAt(const PlannedSequence& s, int index, int start, int begin,
                                       int end, int share, int q_tile_rows) {
-  const int row_tile = (begin - start) / s.num_kv_tiles;
+  const int row_tile = (begin - start) / max(s.num_kv_tiles, 1);  // 0 of a block without steps
   return {begin, end, index, row_tile * q_tile_rows, start + row_tile * s.num_kv_tiles,
           share, {},  s};
 }

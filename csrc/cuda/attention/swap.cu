@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     sequences = shared.sequences();
     ListSequences(w.p, shared.sequences());
   }
-  const FewBlock block = S::kCombines && w.p.makes_plan
-                             ? FindFewBlock(w.p, sequences, blockIdx.y)
-                             : ReadTogether(&w.p.plan.few_blocks[blockIdx.y]);
+  const FewBlock block =
+      Uniform(S::kCombines && w.p.makes_plan ? FindFewBlock(w.p, sequences, blockIdx.y)
+                                             : w.p.plan.few_blocks[blockIdx.y]);
   const bool works = block.begin < block.end;
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();

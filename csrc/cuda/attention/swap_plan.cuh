@@ -74,16 +74,17 @@ __device__ inline FewBlock FindFewBlock(const Problem& p, const PlannedSequence*
                         ? shares.Whole(sequences[0].num_kv_tiles)
                         : shares.equal;
   const int first = block * share;
-  if (first >= total) return {};
   int mine = -1, my_start = 0;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     if (starts[j] <= first && first < starts[j] + steps[j]) mine = j, my_start = starts[j];
   }
-  const int owner = __ffs(__ballot_sync(kAllLanes, mine >= 0)) - 1;
-  const int index = owner * kEach + __shfl_sync(kAllLanes, mine, owner);
+  // A block without steps takes the same way. If it left early, ptxas would not know that the lanes
+  // are together from here on, and move the addresses of all matrix instructions between registers.
+  const int owner = max(__ffs(__ballot_sync(kAllLanes, mine >= 0)) - 1, 0);
+  const int index = max(owner * kEach + __shfl_sync(kAllLanes, mine, owner), 0);
   my_start = __shfl_sync(kAllLanes, my_start, owner);
-  return FewBlockAt(ReadTogether(&sequences[index]), index, my_start, first,
+  return FewBlockAt(ReadTogether(&sequences[index]), index, my_start, min(first, total),
                     min(first + share, total), share, p.few_q_tile_rows);
 }
 
