@@ -47,10 +47,10 @@ Choice ChooseEngines(const Facts& facts) {
     // Those for the rest take every sequence, and add up a row in an order that only its own keys'
     // positions decide.
     const bool one_kernel = facts.problem.batch_invariant && engine->role != kRest;
-    const bool too_few = engine->role == kMany && facts.max_queries < kMinManyQueries;
-    const char* why = one_kernel ? kWhyOneKernel
-                      : too_few  ? "no sequence has as many as 48 queries"
-                                 : engine->why_not(facts);
+    const char* why = one_kernel ? kWhyOneKernel : engine->why_not(facts);
+    if (why[0] == '\0' && engine->role == kMany && facts.max_queries < kMinManyQueries) {
+      why = "no sequence has as many as 48 queries";
+    }
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }
