@@ -102,8 +102,8 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
 
 // Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.
 // mark_of(token): as the plan's token_sequence.
-template <typename MarkOf>
-__device__ void StoreIdleTokens(const Problem& p, int first, int count, MarkOf&& mark_of) {
+template <typename Mark>
+__device__ void StoreIdleTokens(const Problem& p, int first, int count, Mark&& mark_of) {
   const int lane = threadIdx.x & 31;
   for (int base = first; base < p.num_tokens; base += 32 * count) {
     const int token = base + lane * count;
@@ -129,11 +129,7 @@ __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, in
     const int rows = tile.num_parts == 0 ? 0
                                          : min(tile.num_queries * p.group_size - tile.first_row,
                                                workspace.shape.rows);
-    int end = rows;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, end, step);
-      if (lane >= step) end += other;
-    }
+    const int end = InclusiveSum(rows);
     const int total = __shfl_sync(kAllLanes, end, 31);
     for (; next < total; next += count) {
       const int owner = __ffs(__ballot_sync(kAllLanes, next < end)) - 1;

@@ -30,22 +30,13 @@ struct Scan {
     int32_t* partial = shared.partial[turn];
     unsigned* flags = shared.flags[turn];
     turn ^= 1;
-    int sum = value;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int sum = InclusiveSum(value);
     if (lane == 31) partial[warp] = sum;
     const unsigned flagged = any == nullptr ? 0 : __ballot_sync(kAllLanes, flag);
     if (any != nullptr && lane == 0) flags[warp] = flagged;
     __syncthreads();
     if (warp == 0) {
-      int all = lane < warps ? partial[lane] : 0;
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, all, step);
-        if (lane >= step) all += other;
-      }
-      partial[lane] = all;
+      partial[lane] = InclusiveSum(lane < warps ? partial[lane] : 0);
       if (any != nullptr) flags[lane] = __any_sync(kAllLanes, lane < warps && flags[lane] != 0);
     }
     __syncthreads();

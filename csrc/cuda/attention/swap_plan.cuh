@@ -51,12 +51,7 @@ __device__ inline FewBlock FindFewBlock(const Problem& p, const PlannedSequence*
         i < p.index.num_sequences ? FewSteps(sequences[i], p.group_size, p.few_q_tile_rows) : 0;
     sum += steps[j];
   }
-  int end = sum;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, end, step);
-    if (lane >= step) end += other;
-  }
+  const int end = InclusiveSum(sum);
   const int total = __shfl_sync(kAllLanes, end, 31);
   const int first_steps = __shfl_sync(kAllLanes, steps[0], 0);
   int start = end - sum, starts[kEach];

@@ -22,6 +22,17 @@ __device__ inline int FindStart(const int32_t* starts, int n, int x) {
   }
 }
 
+// The sum of x over the lanes up to this one. All lanes of a warp must call it.
+__device__ inline int InclusiveSum(int x) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, x, step);
+    if (lane >= step) x += other;
+  }
+  return x;
+}
+
 // What all lanes of a warp need: a lane reads a word of it, which can be done ahead, and then gets
 // the words of all. The compiler knows then that the lanes have the same, and keeps what follows
 // from it, as the addresses of matrix instructions do, in uniform registers.
