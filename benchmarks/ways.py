@@ -52,6 +52,7 @@ def _ours(config: Config, qkv: Any, cache: Any, batch: Batch) -> tuple[jax.Array
         batch["num_seqs"],
         config.dim**-0.5,
         slot_mapping=batch["slots"],
+        max_seqlen_q=1,
     )
 
 

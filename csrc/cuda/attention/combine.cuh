@@ -29,29 +29,38 @@ __device__ inline void StoreIdle(const Problem& p, int token, bool in_sequence) 
   }
 }
 
+// Loads neighbouring floats past L1.
+template <int kCount>
+__device__ inline void LoadPast(const float* from, float* to) {
+  static_assert(kCount == 2 || kCount == 4);
+  if constexpr (kCount == 4) {
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(from));
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+  } else {
+    const float2 x = __ldcg(reinterpret_cast<const float2*>(from));
+    to[0] = x.x, to[1] = x.y;
+  }
+}
+
 // Combines the partial results of a row of the q tile that begins in `block` and continues in the
 // next ones. A warp computes a row. Reads past L1, where another block's results may be missing.
-// kAhead: the parts whose values are fetched together, before they are used.
+// kAhead: the parts whose values are fetched together.
+//
+// This is straight code that fits into a few KB, because it often has to come from memory: other
+// kernels ran since the last call. A tile without parts does nothing, but goes the same way.
 template <int kDims, int kAhead>
 __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, int kv_head,
                            int block, const SplitTile& tile, int row) {
-  const int lane = threadIdx.x & 31;
-  const int r = tile.first_row + row, num_parts = tile.num_parts;
+  constexpr int kEach = kDims / 32;  // dims of a lane, in vectors
+  constexpr int kVector = kEach < 4 ? kEach : 4;
+  static_assert(kEach % kVector == 0 && kVector % 2 == 0 && 32 % kAhead == 0);
+  const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
   auto part = [&](int n) { return workspace.partial(kv_head, block + n, n == 0 && tile.back); };
-  constexpr int kEach = kDims / 32;  // dims of a lane
-  float ahead[kAhead][kEach];
-  auto fetch = [&](int from) {
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      const float* values = part(min(from + n, num_parts - 1)) + row * kDims + lane;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) ahead[n][i] = __ldcg(values + i * 32);
-    }
-  };
-  fetch(0);
+  auto dim = [&](int vector) { return (vector * 32 + lane) * kVector; };
   float row_max = -INFINITY, row_sum = 0.f, out[kEach] = {};
+  int base = 0;
 #pragma unroll 1
-  for (int base = 0; base < num_parts; base += 32) {
+  do {
     // Lane n handles part base + n.
     const int count = min(num_parts - base, 32);
     float part_max = -INFINITY, part_sum = 0.f;
@@ -59,44 +68,62 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
       part_max = __ldcg(part(base + lane) + workspace.shape.row_max() + row);
       part_sum = __ldcg(part(base + lane) + workspace.shape.row_sum() + row);
     }
-    float new_max = part_max;
-    for (int step = 16; step > 0; step /= 2) {
-      new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
-    }
-    new_max = fmaxf(new_max, row_max);
-    const float shift = new_max == -INFINITY ? 0.f : new_max;
-    const float old_factor = exp2f(row_max - shift);
-    const float factor = exp2f(part_max - shift);  // 0 where there is no part
-    row_max = new_max;
-    part_sum *= factor;
-    for (int step = 16; step > 0; step /= 2) part_sum += __shfl_xor_sync(kAllLanes, part_sum, step);
-    row_sum = row_sum * old_factor + part_sum;
-    for (float& x : out) x *= old_factor;
+    float factor = 0.f;
+    int first = 0;
 #pragma unroll 1
-    for (int n0 = 0; n0 < count; n0 += kAhead) {
-      float now[kAhead][kEach];
+    do {
+      float values[kAhead][kEach] = {};
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
+        if (first + n >= count) continue;
+        const float* from = part(base + first + n) + row * kDims;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) now[n][i] = ahead[n][i];
+        for (int i = 0; i < kEach / kVector; ++i) {
+          LoadPast<kVector>(from + dim(i), &values[n][i * kVector]);
+        }
       }
-      if (base + n0 + kAhead < num_parts) fetch(base + n0 + kAhead);
+      if (first == 0) {
+        float new_max = part_max;
+        for (int step = 16; step > 0; step /= 2) {
+          new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
+        }
+        new_max = fmaxf(new_max, row_max);
+        const float shift = new_max == -INFINITY ? 0.f : new_max;
+        const float old_factor = exp2f(row_max - shift);
+        factor = exp2f(part_max - shift);  // 0 where there is no part
+        row_max = new_max;
+        part_sum *= factor;
+        for (int step = 16; step > 0; step /= 2) {
+          part_sum += __shfl_xor_sync(kAllLanes, part_sum, step);
+        }
+        row_sum = row_sum * old_factor + part_sum;
+        for (float& x : out) x *= old_factor;
+      }
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
-        const float f = __shfl_sync(kAllLanes, factor, n0 + n);
+        const float f = __shfl_sync(kAllLanes, factor, first + n);
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) out[i] += f == 0.f ? 0.f : now[n][i] * f;
+        for (int i = 0; i < kEach; ++i) out[i] += f == 0.f ? 0.f : values[n][i] * f;
       }
-    }
-  }
+    } while ((first += kAhead) < count);
+  } while ((base += 32) < num_parts);
+  if (num_parts == 0) return;
+  const int r = tile.first_row + row;
   const int token = tile.first_query + r / p.group_size;
   const int head = kv_head * p.group_size + r % p.group_size;
   const RowEnd end = {row_max, row_sum, p.Sink(head)};
   const float whole = end.Factor() * p.ValueScale(tile.index, kv_head);
   if (lane == 0) p.StoreLse(token, head, end);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (i * 32 + lane < p.v_head_size) p.StoreOut(token, head, i * 32 + lane, out[i] * whole);
+  for (int i = 0; i < kEach; i += 2) {
+    const int d = dim(i / kVector) + i % kVector;
+    const float pair[2] = {out[i] * whole, out[i + 1] * whole};
+    if (p.out_pairs) {
+      if (d < p.v_head_size) p.StoreOutPair(token, head, d, pair);
+    } else {
+      if (d < p.v_head_size) p.StoreOut(token, head, d, pair[0]);
+      if (d + 1 < p.v_head_size) p.StoreOut(token, head, d + 1, pair[1]);
+    }
   }
 }
 

@@ -150,6 +150,17 @@ struct Problem {
       reinterpret_cast<__nv_bfloat16*>(out.data)[i] = __float2bfloat16_rn(value);
     }
   }
+
+  // Stores two neighbouring elements of a 16-bit output. Needs out_pairs.
+  __device__ void StoreOutPair(int token, int head, int dim, const float (&pair)[2]) const {
+    const int64_t i = token * out.stride_token + head * out.stride_head + dim;
+    void* to = out.data + 2 * i;
+    if (out_dtype == FLASHXLA_F16) {
+      *static_cast<__half2*>(to) = __floats2half2_rn(pair[0], pair[1]);
+    } else {
+      *static_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(pair[0], pair[1]);
+    }
+  }
 };
 
 }  // namespace flashxla::attention

@@ -49,10 +49,11 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   }
 }
 
+// Computes the block's steps. Returns the q tile that is left to be combined, if there is one.
 template <typename S>
-__device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
-                            const SplitWorkspace& workspace, const PlannedSequence* sequences,
-                            const FewBlock& block, int kv_head, int warp) {
+__device__ SplitTile SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
+                                 const SplitWorkspace& workspace, const PlannedSequence* sequences,
+                                 const FewBlock& block, int kv_head, int warp) {
   Cursor at(w.p, sequences, block);
   SplitTile ended = {};
   if constexpr (S::kCombines) ended = at.Ended(blockIdx.y);
@@ -77,12 +78,10 @@ __device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
                  : compute(std::integral_constant<int, S::kGroupRows>{});
     }
     if (at.step == at.end) {
-      if constexpr (S::kCombines) {
-        if (ended.num_parts > 0) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
-      } else if (threadIdx.x == 0) {
+      if (!S::kCombines && threadIdx.x == 0) {
         workspace.tile(kv_head, blockIdx.y) = at.Begun(blockIdx.y, segment, block.begin);
       }
-      return;
+      return ended;
     }
     --at.step;
     at.Next(w.p);
@@ -115,6 +114,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
       Uniform(S::kCombines && w.p.makes_plan ? FindFewBlock(w.p, sequences, blockIdx.y)
                                              : w.p.plan.few_blocks[blockIdx.y]);
   const bool works = block.begin < block.end;
+  SplitTile ended = {};
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
     if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     }
   } else if (works) {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
-    SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
+    ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
   }
+  if constexpr (S::kCombines) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
 #endif
 }
 

@@ -31,19 +31,25 @@ __device__ inline void AwaitFlag(uint64_t* flag, uint64_t tag) {
   *flag = 0;
 }
 
-// Combines the q tile whose last part is this block's. All threads of the warpgroup must call it,
-// after they stored that part.
+// Combines the q tile whose last part is this block's, if there is one. The warpgroup must call it
+// after it stored that part. All other warps call it, too, without parts: so the multiprocessor has
+// the instructions by the time they are needed.
 template <int kDims>
 __device__ void CombineParts(const SwapProblem& w, const SplitWorkspace& workspace, int kv_head,
                              int warp, const SplitTile& tile) {
   const int first_block = static_cast<int>(blockIdx.y) - tile.num_parts + 1;
-  for (int n = threadIdx.x; n < tile.num_parts - 1; n += kWarpgroupThreads) {
-    AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
+  if (tile.num_parts > 0) {
+    for (int n = threadIdx.x; n < tile.num_parts - 1; n += kWarpgroupThreads) {
+      AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
+    }
+    SyncNamed(SwapBarrier(0), kWarpgroupThreads);
   }
-  SyncNamed(SwapBarrier(0), kWarpgroupThreads);
-  const int rows = min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows);
+  const int rows = tile.num_parts == 0 ? warp + 1
+                                       : min(tile.num_queries * w.p.group_size - tile.first_row,
+                                             workspace.shape.rows);
+#pragma unroll 1
   for (int row = warp; row < rows; row += kSwapGroupWarps) {
-    CombineRow<kDims, 16>(w.p, workspace, kv_head, first_block, tile, row);
+    CombineRow<kDims, kDims <= 128 ? 16 : 8>(w.p, workspace, kv_head, first_block, tile, row);
   }
 }
 

@@ -19,9 +19,9 @@ __device__ inline void ListSequences(const Problem& p, PlannedSequence* sequence
   bool grows = true, has_keys = false;
   if (i < num_sequences) {
     const int begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
+    has_keys = ReadKeys(index, i, &s);
     grows = AreQueries(index, begin, end);
     s.first_query = begin, s.num_queries = end - begin;
-    has_keys = ReadKeys(index, i, &s);
   }
   if (!__syncthreads_and(grows)) {
     if (i < 32) ReadUnsoundQueries(index, num_sequences, sequences);
@@ -41,14 +41,13 @@ __device__ inline void ListSequences(const Problem& p, PlannedSequence* sequence
 // The steps of thread block `block`. All lanes of a warp must call it; each has four sequences.
 __device__ inline FewBlock FindFewBlock(const Problem& p, const PlannedSequence* sequences,
                                         int block) {
-  constexpr int kEach = kMaxOwnSequences / 32;
+  constexpr int kEach = kMaxOwnSequences / 32, kRows = kSplitQTileRows;
   const int lane = threadIdx.x & 31;
   int steps[kEach], sum = 0;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = lane * kEach + j;
-    steps[j] =
-        i < p.index.num_sequences ? FewSteps(sequences[i], p.group_size, p.few_q_tile_rows) : 0;
+    steps[j] = i < p.index.num_sequences ? FewSteps(sequences[i], p.group_size, kRows) : 0;
     sum += steps[j];
   }
   const int end = InclusiveSum(sum);
@@ -80,7 +79,7 @@ __device__ inline FewBlock FindFewBlock(const Problem& p, const PlannedSequence*
   const int index = max(owner * kEach + __shfl_sync(kAllLanes, mine, owner), 0);
   my_start = __shfl_sync(kAllLanes, my_start, owner);
   return FewBlockAt(ReadTogether(&sequences[index]), index, my_start, min(first, total),
-                    min(first + share, total), share, p.few_q_tile_rows);
+                    min(first + share, total), share, kRows);
 }
 
 // As the plan's token_sequence.

@@ -184,7 +184,6 @@ struct SwapBoxes {
 template <typename S>
 __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
                             const PlannedSequence* sequences, const FewBlock& block, int kv_head) {
-  const int lane = threadIdx.x & 31;
   const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
   Cursor load(w.p, sequences, block);
   auto find = [&] {
@@ -207,7 +206,8 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
       const int first_box = step * boxes;
       const uint32_t barrier = shared.full(stage);
       WaitBarrier(shared.empty(stage), parity);
-      if (lane == 0) {
+      const bool elected = IsElected();
+      if (elected) {
         const unsigned unsound_here = unsound >> first_box & (1u << boxes) - 1;
         shared.mask(stage) = now.MaskOf(w, step, unsound_here);
         ArriveExpecting(barrier, S::kStageBytes);
@@ -216,8 +216,8 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
       for (int box = 0; box < boxes; ++box) {
         const int token = __shfl_sync(kAllLanes, now.token, first_box + box);
         const int page = __shfl_sync(kAllLanes, now.block, first_box + box);
-        if (lane != 0) continue;
         const uint32_t to = shared.stage(stage) + box * w.box_keys * S::kRowBytes;
+        if (!IsElected()) continue;
 #pragma unroll
         for (int column = 0; column < S::kBlocks; ++column) {
           const uint32_t place = to + column * S::kBlockBytes;
