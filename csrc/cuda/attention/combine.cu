@@ -28,8 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     if (tile.num_parts == 0 || tile.first_row + row >= tile.num_queries * p.group_size) continue;
     CombineRow<kDims, 8>(p, workspace, kv_head, block, tile, row);
   }
-  StoreIdleTokens(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps,
-                  [&](int token) { return p.plan.token_sequence[token]; });
+  StoreIdleTokens(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
 }
 
 }  // namespace

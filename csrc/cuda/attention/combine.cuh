@@ -128,13 +128,11 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
 }
 
 // Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.
-// mark_of(token): as the plan's token_sequence.
-template <typename Mark>
-__device__ void StoreIdleTokens(const Problem& p, int first, int count, Mark&& mark_of) {
+__device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
   const int lane = threadIdx.x & 31;
   for (int base = first; base < p.num_tokens; base += 32 * count) {
     const int token = base + lane * count;
-    const int mark = token < p.num_tokens ? mark_of(token) : 0;
+    const int mark = token < p.num_tokens ? p.plan.token_sequence[token] : 0;
     for (unsigned idle = __ballot_sync(kAllLanes, mark < 0); idle != 0; idle &= idle - 1) {
       const int i = __ffs(idle) - 1;
       StoreIdle(p, base + i * count, IsKeyless(__shfl_sync(kAllLanes, mark, i)));
@@ -166,7 +164,7 @@ __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, in
     }
     next -= total;
   }
-  StoreIdleTokens(p, first, count, [&](int token) { return p.plan.token_sequence[token]; });
+  StoreIdleTokens(p, first, count);
 }
 
 }  // namespace flashxla::attention

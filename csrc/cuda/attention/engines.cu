@@ -15,6 +15,13 @@ namespace {
 constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kSimtSplitEngine, &kWideEngine,
                                       &kTileEngine, &kSimtEngine,  &kGeneralEngine};
 
+// The rows of swap's q tiles if no sequence has more than `longest` rows per KV head. Those of 32
+// rows are for two thread blocks on a multiprocessor.
+int SwapQTileRows(int64_t longest, int head_size) {
+  if (longest <= kSplitQTileRows) return kSplitQTileRows;
+  return longest <= kSwapMidRows && head_size <= 128 ? kSwapMidRows : kSwapQTileRows;
+}
+
 }  // namespace
 
 const char* WhyOnlyGeneral(const Problem& p) {
@@ -63,9 +70,10 @@ Choice ChooseEngines(const Facts& facts) {
     const bool swap = choice.engines[kFew] == &kSwapEngine;
     choice.all_few = longest <= MaxFewRows(p.group_size) && countable;
     choice.few_chunks = swap && countable && !choice.all_few;
-    p.few_q_tile_rows =
-        swap && (!choice.all_few || longest > kSplitQTileRows) ? kSwapQTileRows : kSplitQTileRows;
-    choice.few_combines = swap && p.few_q_tile_rows == kSplitQTileRows;
+    p.few_q_tile_rows = !swap             ? kSplitQTileRows
+                        : !choice.all_few ? kSwapQTileRows
+                                          : SwapQTileRows(longest, p.head_size);
+    choice.few_combines = swap && p.few_q_tile_rows <= kSwapMidRows;
     choice.few_plans =
         choice.few_combines && choice.all_few && facts.num_sequences <= kMaxOwnSequences;
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;

@@ -61,15 +61,6 @@ __device__ inline void ArriveNamed(int id, int threads) {
 
 // TMA.
 
-// True in one lane of the warp, all of which must call it. A copy that one lane starts should be
-// behind this: behind any other condition the compiler puts a loop over the lanes that fulfil it.
-__device__ inline bool IsElected() {
-  int elected;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}"
-               : "=r"(elected)::"memory");
-  return elected;
-}
-
 __device__ inline void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -25,7 +25,8 @@ enum Role : int32_t {
 constexpr int kNumRoles = 4;
 
 constexpr int kFewKvTileKeys = 64;
-constexpr int kSplitQTileRows = 16, kSwapQTileRows = 128;  // at most: see few_q_tile_rows
+// At most: see few_q_tile_rows. Swap has q tiles of all three sizes.
+constexpr int kSplitQTileRows = 16, kSwapMidRows = 32, kSwapQTileRows = 128;
 constexpr int kManyQTileTokens = 128;  // of one query head; at least: see many_q_tile_tokens
 constexpr int kRestQTileRows = 64;
 

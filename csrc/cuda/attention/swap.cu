@@ -28,9 +28,12 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   const int segment = at.step, segment_end = min(at.tile_end, at.end);
 #pragma unroll 1
   for (int key = at.first_key(); at.step < segment_end; ++at.step, key += kFewKvTileKeys) {
-    WaitBarrier(shared.full(stage), parity);
-    ZeroValues(shared, stage);
-    if (!idle) tile.Step(w.p, stage, key);
+    WaitBarrier(shared.keys_full(stage), parity);
+    auto await_values = [&] {
+      WaitBarrier(shared.values_full(stage), parity);
+      ZeroValues(shared, stage);
+    };
+    idle ? await_values() : tile.Step(w.p, stage, key, await_values);
     Release(shared.empty(stage));
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
@@ -106,13 +109,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   __syncthreads();
   WaitForPrevious();
   const PlannedSequence* sequences = w.p.plan.sequences;
+  const FewBlock* few_block = &w.p.plan.few_blocks[blockIdx.y];
   if (S::kCombines && w.p.makes_plan) {
-    sequences = shared.sequences();
-    ListSequences(w.p, shared.sequences());
+    OwnPlan* plan = shared.plan();
+    MakeOwnPlan<S::kMaxRows>(w.p, plan, blockIdx.y);
+    sequences = plan->sequences, few_block = &plan->block;
   }
-  const FewBlock block =
-      Uniform(S::kCombines && w.p.makes_plan ? FindFewBlock(w.p, sequences, blockIdx.y)
-                                             : w.p.plan.few_blocks[blockIdx.y]);
+  const FewBlock block = ReadTogether(few_block);
   const bool works = block.begin < block.end;
   SplitTile ended = {};
   if (warp >= S::kConsumerWarps) {
@@ -120,9 +123,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
     if constexpr (S::kCombines) {
       const int first = blockIdx.y * gridDim.x + kv_head, count = gridDim.x * gridDim.y;
-      StoreIdleTokens(w.p, first, count, [&](int token) {
-        return w.p.makes_plan ? MarkOfToken(w.p, sequences, token) : w.p.plan.token_sequence[token];
-      });
+      if (w.p.makes_plan) {
+        for (int token = first; token < w.p.num_tokens; token += count) {
+          const int mark = MarkOfToken(w.p, sequences, token);
+          if (mark < 0) StoreIdle(w.p, token, IsKeyless(mark));
+        }
+      } else {
+        StoreIdleTokens(w.p, first, count);
+      }
     } else if (!works && threadIdx.x == S::kConsumerThreads) {
       workspace.tile(kv_head, blockIdx.y).num_parts = 0;
     }
@@ -151,10 +159,14 @@ void WithShape(const Problem& p, Body&& body) {
     constexpr int kDims = decltype(dims)::value;
     constexpr bool kFp8 = decltype(fp8)::value;
     if (p.few_q_tile_rows == kSplitQTileRows) {
-      body(Type<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows>>{});
-    } else {
-      body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows>>{});
+      return body(Type<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows>>{});
     }
+    if constexpr (kDims <= 128) {
+      if (p.few_q_tile_rows == kSwapMidRows) {
+        return body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapMidRows>>{});
+      }
+    }
+    body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows>>{});
   };
   auto with_dims = [&](auto out) {
     if (IsFp8(p.kv_dtype)) {

@@ -38,6 +38,14 @@ struct SwapRows {
   float exchange[kSwapGroupWarps][kRows];
 };
 
+// What a block keeps of a plan that the engine makes itself.
+struct OwnPlan {
+  PlannedSequence sequences[kMaxOwnSequences];
+  FewBlock block;                                 // its steps
+  int32_t first_steps;                            // of the first sequence
+  int32_t warp_steps[kMaxOwnSequences / 32 + 1];  // of the sequences of each warp
+};
+
 // Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
 // for bf16 queries with fp8 keys: fp8 is widened to f16.
 //
@@ -72,12 +80,11 @@ struct SwapShape {
   using Rows = SwapRows<kGroupRows>;
   static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
   static constexpr int kMaxStages = 6;
-  // For the sequences of a plan that the engine makes itself.
-  static constexpr int kPlanBytes = kCombines ? kMaxOwnSequences * int{sizeof(PlannedSequence)} : 0;
-  // A barrier for "full", one for "empty", and a mask for each stage; 1 KB to align the stages.
+  static constexpr int kPlanBytes = kCombines ? int{sizeof(OwnPlan)} : 0;
+  // Three barriers and a mask for each stage; 1 KB to align the stages.
   static constexpr int kFixedBytes = 1024 +
                                      kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) +
-                                     3 * 8 * kMaxStages + kPlanBytes;
+                                     4 * 8 * kMaxStages + kPlanBytes;
   static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
   static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
@@ -112,17 +119,21 @@ struct SwapShared {
   __device__ uint64_t& mask(int i) const {
     return reinterpret_cast<uint64_t*>(&rows(S::kGroups))[i];
   }
-  __device__ uint32_t full(int i) const {
+  // Keys and values come one after the other: the scores need not wait for the values.
+  __device__ uint32_t keys_full(int i) const {
     return weights(S::kGroups) + S::kGroups * int{sizeof(typename S::Rows)} + 8 * (S::kStages + i);
   }
-  __device__ uint32_t empty(int i) const { return full(S::kStages + i); }
-  __device__ PlannedSequence* sequences() const {
-    return reinterpret_cast<PlannedSequence*>(base + (empty(S::kMaxStages) - address));
+  __device__ uint32_t values_full(int i) const { return keys_full(S::kStages + i); }
+  __device__ uint32_t empty(int i) const { return values_full(S::kStages + i); }
+  __device__ OwnPlan* plan() const {
+    const uint32_t place = (empty(S::kMaxStages) + 15) / 16 * 16;
+    return reinterpret_cast<OwnPlan*>(base + (place - address));
   }
 
   __device__ void InitBarriers() const {
     for (int i = 0; i < S::kStages; ++i) {
-      InitBarrier(full(i), 1);
+      InitBarrier(keys_full(i), 1);
+      InitBarrier(values_full(i), 1);
       InitBarrier(empty(i), S::kConsumerThreads);
     }
     FenceProxy();
@@ -184,12 +195,13 @@ struct SwapBoxes {
 template <typename S>
 __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
                             const PlannedSequence* sequences, const FewBlock& block, int kv_head) {
+  const int lane = threadIdx.x & 31;
   const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
-  Cursor load(w.p, sequences, block);
+  Cursor at(w.p, sequences, block);
   auto find = [&] {
-    const SwapBoxes found = SwapBoxes::Find(w, load);
-    load.step += found.steps - 1;
-    load.Next(w.p);
+    const SwapBoxes found = SwapBoxes::Find(w, at);
+    at.step += found.steps - 1;
+    at.Next(w.p);
     return found;
   };
   SwapBoxes next = find();
@@ -198,34 +210,30 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
 #pragma unroll 1
   for (bool more = true; more;) {
     SwapBoxes now = next;
-    more = load.step < load.end;
+    more = at.step < at.end;
     if (more) next = find();
     const unsigned unsound = now.Resolve(w);
 #pragma unroll 1
     for (int step = 0; step < now.steps; ++step) {
-      const int first_box = step * boxes;
-      const uint32_t barrier = shared.full(stage);
+      const int first_box = step * boxes, box = lane - first_box;
       WaitBarrier(shared.empty(stage), parity);
-      const bool elected = IsElected();
-      if (elected) {
+      if (lane == 0) {
         const unsigned unsound_here = unsound >> first_box & (1u << boxes) - 1;
         shared.mask(stage) = now.MaskOf(w, step, unsound_here);
-        ArriveExpecting(barrier, S::kStageBytes);
+        ArriveExpecting(shared.keys_full(stage), S::kHalfBytes);
+        ArriveExpecting(shared.values_full(stage), S::kHalfBytes);
       }
-#pragma unroll 1
-      for (int box = 0; box < boxes; ++box) {
-        const int token = __shfl_sync(kAllLanes, now.token, first_box + box);
-        const int page = __shfl_sync(kAllLanes, now.block, first_box + box);
-        const uint32_t to = shared.stage(stage) + box * w.box_keys * S::kRowBytes;
-        if (!IsElected()) continue;
+      __syncwarp();
+      auto load = [&](const CUtensorMap* map, uint32_t to, uint32_t full) {
+        if (box < 0 || box >= boxes) return;
 #pragma unroll
         for (int column = 0; column < S::kBlocks; ++column) {
-          const uint32_t place = to + column * S::kBlockBytes;
-          LoadBox4(place, &w.k, barrier, column * S::kBlockDims, kv_head, token, page);
-          LoadBox4(place + S::kHalfBytes, &w.v, barrier, column * S::kBlockDims, kv_head, token,
-                   page);
+          LoadBox4(to + box * w.box_keys * S::kRowBytes + column * S::kBlockBytes, map, full,
+                   column * S::kBlockDims, kv_head, now.token, now.block);
         }
-      }
+      };
+      load(&w.k, shared.stage(stage), shared.keys_full(stage));
+      load(&w.v, shared.stage(stage) + S::kHalfBytes, shared.values_full(stage));
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
   }

@@ -137,8 +137,10 @@ struct SwapTile {
     }
   }
 
-  // Takes the step of 64 keys from `first` on, which are in `stage`. mask: which of them exist.
-  __device__ void Step(const Problem& p, int stage, int first) {
+  // Takes the step of 64 keys from `first` on, which are in `stage`. await_values() is called once,
+  // before the values are used.
+  template <typename Await>
+  __device__ void Step(const Problem& p, int stage, int first, Await&& await_values) {
     const uint64_t mask = shared.mask(stage);
     const uint32_t keys = shared.stage(stage), values = keys + S::kHalfBytes;
     const uint64_t weights = MatrixDescriptor(shared.weights(group), 0);
@@ -164,7 +166,7 @@ struct SwapTile {
                                             k > 0);
       }
       CommitMatrix();
-      if constexpr (kWidenEarly) widen_values();
+      if constexpr (kWidenEarly) await_values(), widen_values();
     } else {
       const uint64_t descriptor = MatrixDescriptor(keys, 0);
       FenceMatrix();
@@ -180,7 +182,7 @@ struct SwapTile {
     Pin(score);
     Weigh(p, score, first, mask);
     StoreWeights(score);
-    if constexpr (!kWidenEarly) widen_values();
+    if constexpr (!S::kFp8 || !kWidenEarly) await_values(), widen_values();
     FenceProxy();
     SyncGroup();
     const uint64_t descriptor = MatrixDescriptor(values, 0);

@@ -248,7 +248,7 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
                               const ManyTile& tile, PipelineState<S::kQueryStages>& state) {
   const uint32_t full = shared.queries_full(state.stage);
   WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
-  if (IsElected()) {
+  if (threadIdx.x % 32 == 0) {
     ArriveExpecting(full, S::kQueryBytes);
     for (int c = 0; c < S::kBlocks; ++c) {
       LoadBox3(shared.queries(state.stage) + c * S::kQTileTokens * kWideRowBytes, &w.q, full,
@@ -259,7 +259,8 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   state.Next();
 }
 
-// The boxes of kv tiles. A lane of a warp has one of each tile; where pages are small, several.
+// The boxes of kv tiles. A lane of a warp has one of each tile; where pages are
+// small, several.
 template <typename S>
 struct WideBoxes {
   static constexpr int kKeys = S::kKeys;
@@ -288,18 +289,17 @@ struct WideBoxes {
   template <int kBlocks, int kColumns>
   __device__ void Load(const CUtensorMap* map, uint32_t to, uint32_t full, int n,
                        int2 place) const {
+    const int lane = threadIdx.x & 31;
     constexpr int kBlockBytes = kKeys * kWideRowBytes;
-    if (IsElected()) ArriveExpecting(full, kBlocks * kBlockBytes);
+    if (lane == 0) ArriveExpecting(full, kBlocks * kBlockBytes);
+    __syncwarp();
 #pragma unroll 1
-    for (int box = 0; box < count; ++box) {
-      if (box > 0 && box % 32 == 0) place = Locate(n, box + static_cast<int>(threadIdx.x & 31));
-      const int block = __shfl_sync(kAllLanes, place.x, box);
-      const int token = __shfl_sync(kAllLanes, place.y, box);
-      if (!IsElected()) continue;
+    for (int box = lane; box < count; box += 32) {
+      if (box != lane) place = Locate(n, box);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
         LoadBox4(to + c * kBlockBytes + box * w.box_keys * kWideRowBytes, map, full, c * kColumns,
-                 tile.kv_head, token, block);
+                 tile.kv_head, place.y, place.x);
       }
     }
   }
