@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
     const SplitTile tile = workspace.tile(kv_head, block);
     const int row = slab * kWarps + warp;
     if (tile.num_parts == 0 || tile.first_row + row >= tile.num_queries * p.group_size) continue;
-    CombineRow<kDims, 8>(p, workspace, kv_head, block, tile, row);
+    CombineRow<kDims>(p, workspace, kv_head, block, tile, row);
   }
   StoreIdleTokens(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
 }

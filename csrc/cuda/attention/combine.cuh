@@ -3,6 +3,8 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_
 
+#include <type_traits>
+
 #include "cuda/attention/split.cuh"
 #include "cuda/attention/warp.cuh"
 
@@ -29,102 +31,114 @@ __device__ inline void StoreIdle(const Problem& p, int token, bool in_sequence) 
   }
 }
 
-// Loads neighbouring floats past L1.
-template <int kCount>
-__device__ inline void LoadPast(const float* from, float* to) {
-  static_assert(kCount == 2 || kCount == 4);
-  if constexpr (kCount == 4) {
-    const float4 x = __ldcg(reinterpret_cast<const float4*>(from));
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-  } else {
-    const float2 x = __ldcg(reinterpret_cast<const float2*>(from));
-    to[0] = x.x, to[1] = x.y;
+// A row that a warp puts together from its parts.
+template <int kDims>
+struct CombinedRow {
+  static constexpr int kEach = kDims / 32;  // dims of a lane, in vectors
+  static constexpr int kVector = kEach < 4 ? kEach : 4, kVectors = kEach / kVector;
+  static_assert(kVectors * kVector == kEach && kVector % 2 == 0);
+  using Vector = std::conditional_t<kVector == 4, float4, float2>;
+  struct Values {  // of a part
+    Vector vectors[kVectors];
+  };
+  float row_max = -INFINITY, row_sum = 0.f, out[kEach] = {};
+
+  // The first dim of a lane's vector.
+  __device__ static int Dim(int vector) {
+    return (vector * 32 + static_cast<int>(threadIdx.x & 31)) * kVector;
   }
-}
+
+  // Adds the sums of 32 parts, one of each lane; row_max is -inf where there is none. Returns what
+  // the values of the lane's part are multiplied by.
+  __device__ float AddSums(float part_max, float part_sum) {
+    float new_max = part_max;
+    for (int step = 16; step > 0; step /= 2) {
+      new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
+    }
+    new_max = fmaxf(new_max, row_max);
+    const float shift = new_max == -INFINITY ? 0.f : new_max;
+    const float old_factor = exp2f(row_max - shift), factor = exp2f(part_max - shift);
+    row_max = new_max;
+    part_sum *= factor;
+    for (int step = 16; step > 0; step /= 2) part_sum += __shfl_xor_sync(kAllLanes, part_sum, step);
+    row_sum = row_sum * old_factor + part_sum;
+    for (float& x : out) x *= old_factor;
+    return factor;
+  }
+
+  __device__ void AddValues(const Values& values, float factor) {
+    const float* x = reinterpret_cast<const float*>(&values);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) out[i] += factor == 0.f ? 0.f : x[i] * factor;
+  }
+
+  // row: in the q tile.
+  __device__ void Store(const Problem& p, int kv_head, const SplitTile& tile, int row) const {
+    const int r = tile.first_row + row;
+    const int token = tile.first_query + r / p.group_size;
+    const int head = kv_head * p.group_size + r % p.group_size;
+    const RowEnd end = {row_max, row_sum, p.Sink(head)};
+    const float whole = end.Factor() * p.ValueScale(tile.index, kv_head);
+    if ((threadIdx.x & 31) == 0) p.StoreLse(token, head, end);
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int d = Dim(i / kVector) + i % kVector;
+      const float pair[2] = {out[i] * whole, out[i + 1] * whole};
+      if (p.out_pairs) {
+        if (d < p.v_head_size) p.StoreOutPair(token, head, d, pair);
+      } else {
+        if (d < p.v_head_size) p.StoreOut(token, head, d, pair[0]);
+        if (d + 1 < p.v_head_size) p.StoreOut(token, head, d + 1, pair[1]);
+      }
+    }
+  }
+};
 
 // Combines the partial results of a row of the q tile that begins in `block` and continues in the
-// next ones. A warp computes a row. Reads past L1, where another block's results may be missing.
-// kAhead: the parts whose values are fetched together.
-//
-// This is straight code that fits into a few KB, because it often has to come from memory: other
-// kernels ran since the last call. A tile without parts does nothing, but goes the same way.
-template <int kDims, int kAhead>
+// next ones. A warp computes a row.
+template <int kDims>
 __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, int kv_head,
                            int block, const SplitTile& tile, int row) {
-  constexpr int kEach = kDims / 32;  // dims of a lane, in vectors
-  constexpr int kVector = kEach < 4 ? kEach : 4;
-  static_assert(kEach % kVector == 0 && kVector % 2 == 0 && 32 % kAhead == 0);
+  using Row = CombinedRow<kDims>;
+  constexpr int kAhead = 8;  // parts whose values are fetched together, before they are used
   const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
   auto part = [&](int n) { return workspace.partial(kv_head, block + n, n == 0 && tile.back); };
-  auto dim = [&](int vector) { return (vector * 32 + lane) * kVector; };
-  float row_max = -INFINITY, row_sum = 0.f, out[kEach] = {};
-  int base = 0;
+  typename Row::Values ahead[kAhead];
+  auto fetch = [&](int from) {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const float* values = part(min(from + n, num_parts - 1)) + row * kDims;
+#pragma unroll
+      for (int i = 0; i < Row::kVectors; ++i) {
+        ahead[n].vectors[i] =
+            __ldcg(reinterpret_cast<const typename Row::Vector*>(values + Row::Dim(i)));
+      }
+    }
+  };
+  fetch(0);
+  Row combined;
 #pragma unroll 1
-  do {
-    // Lane n handles part base + n.
+  for (int base = 0; base < num_parts; base += 32) {
     const int count = min(num_parts - base, 32);
     float part_max = -INFINITY, part_sum = 0.f;
     if (lane < count) {
       part_max = __ldcg(part(base + lane) + workspace.shape.row_max() + row);
       part_sum = __ldcg(part(base + lane) + workspace.shape.row_sum() + row);
     }
-    float factor = 0.f;
-    int first = 0;
+    const float factor = combined.AddSums(part_max, part_sum);
 #pragma unroll 1
-    do {
-      float values[kAhead][kEach] = {};
+    for (int n0 = 0; n0 < count; n0 += kAhead) {
+      typename Row::Values now[kAhead];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) now[n] = ahead[n];
+      if (base + n0 + kAhead < num_parts) fetch(base + n0 + kAhead);
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
-        if (first + n >= count) continue;
-        const float* from = part(base + first + n) + row * kDims;
-#pragma unroll
-        for (int i = 0; i < kEach / kVector; ++i) {
-          LoadPast<kVector>(from + dim(i), &values[n][i * kVector]);
-        }
+        combined.AddValues(now[n], __shfl_sync(kAllLanes, factor, n0 + n));
       }
-      if (first == 0) {
-        float new_max = part_max;
-        for (int step = 16; step > 0; step /= 2) {
-          new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
-        }
-        new_max = fmaxf(new_max, row_max);
-        const float shift = new_max == -INFINITY ? 0.f : new_max;
-        const float old_factor = exp2f(row_max - shift);
-        factor = exp2f(part_max - shift);  // 0 where there is no part
-        row_max = new_max;
-        part_sum *= factor;
-        for (int step = 16; step > 0; step /= 2) {
-          part_sum += __shfl_xor_sync(kAllLanes, part_sum, step);
-        }
-        row_sum = row_sum * old_factor + part_sum;
-        for (float& x : out) x *= old_factor;
-      }
-#pragma unroll
-      for (int n = 0; n < kAhead; ++n) {
-        const float f = __shfl_sync(kAllLanes, factor, first + n);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) out[i] += f == 0.f ? 0.f : values[n][i] * f;
-      }
-    } while ((first += kAhead) < count);
-  } while ((base += 32) < num_parts);
-  if (num_parts == 0) return;
-  const int r = tile.first_row + row;
-  const int token = tile.first_query + r / p.group_size;
-  const int head = kv_head * p.group_size + r % p.group_size;
-  const RowEnd end = {row_max, row_sum, p.Sink(head)};
-  const float whole = end.Factor() * p.ValueScale(tile.index, kv_head);
-  if (lane == 0) p.StoreLse(token, head, end);
-#pragma unroll
-  for (int i = 0; i < kEach; i += 2) {
-    const int d = dim(i / kVector) + i % kVector;
-    const float pair[2] = {out[i] * whole, out[i + 1] * whole};
-    if (p.out_pairs) {
-      if (d < p.v_head_size) p.StoreOutPair(token, head, d, pair);
-    } else {
-      if (d < p.v_head_size) p.StoreOut(token, head, d, pair[0]);
-      if (d + 1 < p.v_head_size) p.StoreOut(token, head, d + 1, pair[1]);
     }
   }
+  combined.Store(p, kv_head, tile, row);
 }
 
 // Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.
@@ -159,8 +173,8 @@ __device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, in
     for (; next < total; next += count) {
       const int owner = __ffs(__ballot_sync(kAllLanes, next < end)) - 1;
       const int row = next - __shfl_sync(kAllLanes, end - rows, owner), place = base + owner;
-      CombineRow<kDims, 8>(p, workspace, place / workspace.blocks, place % workspace.blocks,
-                           workspace.tiles[place], row);
+      CombineRow<kDims>(p, workspace, place / workspace.blocks, place % workspace.blocks,
+                        workspace.tiles[place], row);
     }
     next -= total;
   }

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
     ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
   }
-  if constexpr (S::kCombines) CombineParts<S::kDims>(w, workspace, kv_head, warp, ended);
+  if constexpr (S::kCombines) CombineParts(w, shared, workspace, kv_head, warp, ended);
 #endif
 }
 

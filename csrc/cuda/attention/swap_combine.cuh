@@ -9,6 +9,7 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_CUH_
 
 #include "cuda/attention/combine.cuh"
+#include "cuda/attention/swap_fp8.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
 namespace flashxla::attention {
@@ -31,26 +32,117 @@ __device__ inline void AwaitFlag(uint64_t* flag, uint64_t tag) {
   *flag = 0;
 }
 
+template <typename Vector>
+__device__ inline Vector LoadSharedVector(uint32_t from) {
+  Vector x;
+  if constexpr (sizeof(Vector) == 16) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from)
+                 : "memory");
+  } else {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  }
+  return x;
+}
+
 // Combines the q tile whose last part is this block's, if there is one. The warpgroup must call it
-// after it stored that part. All other warps call it, too, without parts: so the multiprocessor has
-// the instructions by the time they are needed.
-template <int kDims>
-__device__ void CombineParts(const SwapProblem& w, const SplitWorkspace& workspace, int kv_head,
-                             int warp, const SplitTile& tile) {
-  const int first_block = static_cast<int>(blockIdx.y) - tile.num_parts + 1;
-  if (tile.num_parts > 0) {
-    for (int n = threadIdx.x; n < tile.num_parts - 1; n += kWarpgroupThreads) {
+// after it stored that part. The parts come into shared memory, where the keys were: a warp has a
+// share of that, and every fourth row.
+//
+// This is short, and warps without work call it, too, and go the same way without a part. So the
+// instructions are there when they are needed: where other kernels ran since the last call, they
+// have to come from memory.
+template <typename S>
+__device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
+                             const SplitWorkspace& workspace, int kv_head, int warp,
+                             const SplitTile& tile) {
+  using Row = CombinedRow<S::kDims>;
+  // A slot has a part of a row: the values, and the four neighbouring rows' largest scores and
+  // sums.
+  constexpr int kValueBytes = S::kDims * 4, kSumBytes = 32;
+  constexpr int kRoom = S::kStages * S::kStageBytes / kSwapGroupWarps;
+  constexpr int kSlots = kRoom / (kValueBytes + kSumBytes);
+  static_assert(kSlots > 0);
+  const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
+  const int first_block = static_cast<int>(blockIdx.y) - num_parts + 1;
+  if (num_parts > 0) {
+    for (int n = threadIdx.x; n < num_parts - 1; n += kWarpgroupThreads) {
       AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
     }
     SyncNamed(SwapBarrier(0), kWarpgroupThreads);
   }
-  const int rows = tile.num_parts == 0 ? warp + 1
-                                       : min(tile.num_queries * w.p.group_size - tile.first_row,
-                                             workspace.shape.rows);
+  const int rows = min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows);
+  if (num_parts > 0 && warp >= rows) return;
+  const uint32_t values = shared.stage(0) + warp * kRoom, sums = values + kSlots * kValueBytes;
+  auto part = [&](int n) {
+    return workspace.partial(kv_head, first_block + n, n == 0 && tile.back);
+  };
+  // All parts of several rows at once, or some of one row.
+  const int most_parts = max(min(num_parts, min(kSlots, 32)), 1);
+  const int most_rows = num_parts > most_parts ? 1 : kSlots / most_parts;
+  Row combined;
+  int row = warp;
 #pragma unroll 1
-  for (int row = warp; row < rows; row += kSwapGroupWarps) {
-    CombineRow<kDims, kDims <= 128 ? 16 : 8>(w.p, workspace, kv_head, first_block, tile, row);
-  }
+  do {
+    const int num_rows = min((rows - row + kSwapGroupWarps - 1) / kSwapGroupWarps, most_rows);
+    int base = 0;
+#pragma unroll 1
+    do {
+      const int count = min(num_parts - base, most_parts);
+      int i = 0;
+#pragma unroll 1
+      do {  // copies the parts of a row
+        const int r = row + i * kSwapGroupWarps, first = i * count;
+        if (lane < count) {
+          const float* from = part(base + lane) + r / 4 * 4;
+          const uint32_t to = sums + (first + lane) * kSumBytes;
+          CopyAsync16(to, from + workspace.shape.row_max(), true);
+          CopyAsync16(to + 16, from + workspace.shape.row_sum(), true);
+        }
+        const float* from = part(base) + r * S::kDims + lane * 4;
+#pragma unroll 4
+        for (int n = 0; n < count; ++n) {
+          const uint32_t to = values + (first + n) * kValueBytes + lane * 16;
+#pragma unroll
+          for (int chunk = 0; chunk < S::kDims / 4; chunk += 32) {
+            if (chunk + lane < S::kDims / 4) CopyAsync16(to + chunk * 16, from + chunk * 4, true);
+          }
+          // Each block has two places, and only the first part can be in the second one.
+          from += (base + n == 0 && tile.back ? 1 : 2) * workspace.shape.floats();
+        }
+      } while (++i < num_rows);
+      CommitCopies();
+      WaitCopies<0>();
+      __syncwarp();
+      i = 0;
+#pragma unroll 1
+      do {  // adds them
+        const int r = row + i * kSwapGroupWarps, first = i * count;
+        if (base == 0) combined = Row();
+        float part_max = -INFINITY, part_sum = 0.f;
+        if (lane < count) {
+          const uint32_t from = sums + (first + lane) * kSumBytes + r % 4 * 4;
+          part_max = __uint_as_float(LoadShared4(from));
+          part_sum = __uint_as_float(LoadShared4(from + 16));
+        }
+        const float factor = combined.AddSums(part_max, part_sum);
+#pragma unroll 4
+        for (int n = 0; n < count; ++n) {
+          typename Row::Values x;
+#pragma unroll
+          for (int v = 0; v < Row::kVectors; ++v) {
+            x.vectors[v] = LoadSharedVector<typename Row::Vector>(
+                values + (first + n) * kValueBytes + Row::Dim(v) * 4);
+          }
+          combined.AddValues(x, __shfl_sync(kAllLanes, factor, n));
+        }
+        if (num_parts > 0 && base + count == num_parts) combined.Store(w.p, kv_head, tile, r);
+      } while (++i < num_rows);
+      __syncwarp();
+      base += count;
+    } while (base < num_parts);
+  } while ((row += most_rows * kSwapGroupWarps) < rows);
 }
 
 #endif  // FLASHXLA_HOPPER
