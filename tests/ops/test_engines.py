@@ -231,8 +231,9 @@ def test_many_long_sequences(
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("size", [1, 2, 31, 33, 125, 126, 127, 128])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_own_plan(frontend: Frontend, rng: np.random.Generator, size: int, dim: int) -> None:
-    case = dataclasses.replace(many_sequences(rng, size, (0, 2), dtype="bf16", page=8), dim=dim)
+@pytest.mark.parametrize("most", [2, 14], ids=["16 rows", "32 rows"])
+def test_own_plan(frontend: Frontend, rng: np.random.Generator, size: int, dim: int, most: int) -> None:
+    case = dataclasses.replace(many_sequences(rng, size, (0, most), dtype="bf16", page=8), dim=dim)
     check_twice(frontend, *call_of(rng, case))
 
 

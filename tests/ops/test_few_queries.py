@@ -26,6 +26,8 @@ from tests.ops.test_index_tensors import assert_paged, corruptions, inside, page
 ROWS = {
     "16 rows": Case(((1, 700), (8, 70), (9, 129), (0, 9), (16, 1100), (3, 0), (5, 3)), heads=(2, 2)),
     "16 rows of a group": Case(((1, 900), (1, 1), (1, 64), (1, 65), (1, 0)), heads=(16, 1)),
+    "32 rows": Case(((1, 700), (16, 1100), (8, 70), (12, 333), (0, 9), (15, 14), (3, 0)), heads=(4, 2)),
+    "32 rows of a group": Case(((1, 5000), (1, 1), (1, 130), (1, 0)), heads=(32, 1)),
     "64 rows": Case(
         ((1, 700), (8, 70), (16, 200), (17, 300), (32, 90), (33, 400), (64, 600), (64, 30)), heads=(2, 2)
     ),
@@ -86,7 +88,7 @@ def check_served(frontend: Frontend, function: str, arguments: Arguments, case: 
 
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
-@pytest.mark.parametrize("rows", ["16 rows", "64 rows", "100 rows", "chunks"])
+@pytest.mark.parametrize("rows", ["16 rows", "32 rows", "64 rows", "100 rows", "chunks"])
 def test_dtypes_and_head_sizes(
     frontend: Frontend, rng: np.random.Generator, rows: str, kind: tuple[str, str, int]
 ) -> None:
@@ -115,6 +117,7 @@ def test_pages_and_masks(
 SHARES = [
     (1, (1, 1), 20_000),  # one sequence in all blocks, in more parts than a warp has lanes
     (2, (16, 1), 9000),
+    (2, (32, 1), 20_000),  # fewer parts, since a block combines many rows
     (150, (2, 1), 400),  # blocks end in the middle of sequences
     (700, (1, 1), 150),  # and have several
     (40, (32, 8), 900),
@@ -161,7 +164,7 @@ def test_longer_than_promised(frontend: Frontend, rng: np.random.Generator, cach
 
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("cache", ["same", "e4m3"])
-@pytest.mark.parametrize("rows", ["16 rows", "64 rows"])
+@pytest.mark.parametrize("rows", ["16 rows", "32 rows", "64 rows"])
 def test_queries_of_any_strides(
     frontend: TorchFrontend, rng: np.random.Generator, rows: str, cache: str
 ) -> None:
@@ -183,7 +186,7 @@ HOSTILE_PAGES = [(8, "NHD"), (16, "HND"), (24, "packed_NHD"), (64, "stacked"), (
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("cache", ["same", "e4m3"])
 @pytest.mark.parametrize(("page", "layout"), HOSTILE_PAGES)
-@pytest.mark.parametrize("rows", ["16 rows", "64 rows", "chunks"])
+@pytest.mark.parametrize("rows", ["16 rows", "32 rows", "64 rows", "chunks"])
 def test_unsound_pages(
     frontend: Frontend, rng: np.random.Generator, rows: str, page: int, layout: str, cache: str
 ) -> None:

@@ -44,6 +44,7 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
   plan.few_chunks = choice.few_chunks;
   plan.few_takes_rest = choice.few_takes_rest;
+  plan.few_combines = choice.few_combines;
   plan.num_few_blocks = choice.num_few_blocks;
   plan.few_q_tile_rows = choice.few_q_tile_rows;
   plan.many_q_tile_tokens = choice.many_q_tile_tokens;

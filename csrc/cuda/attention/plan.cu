@@ -36,6 +36,7 @@ struct Shared {
   int32_t few_starts[kMaxKept];
   LongSequence kept_long[kMaxKeptLong];
   int32_t cost[kMaxSorted];
+  int32_t least_few_share;
 };
 
 struct SequenceTable {
@@ -104,10 +105,10 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
 }
 
 // How many of the `total` steps of few queries a thread block gets. starts[i] is the number of
-// steps before sequence i.
+// steps before sequence i. least: see LeastFewShare.
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
-                            const int32_t* starts, int total) {
-  const FewShare share(total, p.num_few_blocks);
+                            const int32_t* starts, int total, int least) {
+  const FewShare share(total, p.num_few_blocks, least);
   if (share.fixed()) return share.equal;
   bool alike = true;
 #pragma unroll 1
@@ -121,9 +122,9 @@ __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences
 // Divides the `total` steps of the sequences with few queries among the thread blocks. starts[i] is
 // the number of steps before sequence i.
 __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, const int32_t* starts,
-                        int total, FewBlock* blocks) {
+                        int total, int least, FewBlock* blocks) {
   const int num_blocks = p.num_few_blocks;
-  const int share = StepsOfBlock(p, sequences, starts, total);
+  const int share = StepsOfBlock(p, sequences, starts, total, least);
 #pragma unroll 1
   for (int b = threadIdx.x; b < num_blocks; b += NumThreads()) {
     const int first = b * share;
@@ -342,9 +343,10 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
   }
 }
 
-// Fills in few_starts, the steps of few queries before each sequence. Returns the number of steps.
+// Fills in few_starts, the steps of few queries before each sequence, and *least, which was 0: see
+// LeastFewShare. Returns the number of steps.
 __device__ int CountFew(const PlanProblem& p, Scan& scan, const SequenceTable& sequences,
-                        int32_t* few_starts) {
+                        int32_t* few_starts, int* least) {
   const int num_sequences = p.index.num_sequences;
   int num_steps = 0, total;
 #pragma unroll 1
@@ -355,6 +357,10 @@ __device__ int CountFew(const PlanProblem& p, Scan& scan, const SequenceTable& s
     const int before = scan.Exclusive(FewSteps(s, p.group_size, p.few_q_tile_rows), &total);
     if (i < num_sequences) few_starts[i] = num_steps + before;
     num_steps += total;
+    if (!p.few_combines) continue;
+    const unsigned least_share = LeastFewShare(s, p.group_size, p.few_q_tile_rows);
+    const int of_warp = __reduce_max_sync(kAllLanes, least_share);
+    if (threadIdx.x % 32 == 0) atomicMax(least, of_warp);
   }
   if (threadIdx.x == 0) few_starts[num_sequences] = num_steps;
   __syncthreads();
@@ -419,6 +425,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   int32_t* token_sequence = p.plan + layout.token_sequence();
 
   const int num_sequences = NumSequences(index);
+  if (thread == 0) shared.least_few_share = 0;
   for (int i = thread; i < index.num_tokens; i += NumThreads()) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(index, num_sequences, sequences.plan);
 
@@ -429,9 +436,9 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
     if (p.use_many && !p.all_few && index.block_table.data) CheckTables(p, long_list);
   }
   if (p.use_few) {
-    const int num_steps = CountFew(p, scan, sequences, few_starts);
+    const int num_steps = CountFew(p, scan, sequences, few_starts, &shared.least_few_share);
     if (thread == 0) p.plan[PlanLayout::kTotals + kFew] = num_steps;
-    ListFew(p, sequences, few_starts, num_steps,
+    ListFew(p, sequences, few_starts, num_steps, shared.least_few_share,
             reinterpret_cast<FewBlock*>(p.plan + layout.few_blocks()));
   }
   if (p.all_few) return;

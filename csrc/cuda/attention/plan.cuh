@@ -161,6 +161,7 @@ struct PlanProblem {
   bool all_few;         // and every sequence has few queries
   bool few_chunks;      // it also takes chunks of queries that see many keys: see IsFewChunk
   bool few_takes_rest;  // and what would be kRest
+  bool few_combines;    // its thread blocks combine what they computed
   bool use_many;        // the role kMany has an engine of its own
   bool want_slots;
   int32_t num_few_blocks;      // per KV head

@@ -58,14 +58,26 @@ __device__ inline int RoughQuotient(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)) + 1e-3f);
 }
 
-// How many of the `total` steps of few queries a thread block gets: an equal share, or up to a
-// sixteenth more where all sequences are alike, if then blocks have whole q tiles or q tiles whole
-// blocks. Whole q tiles need not be combined, and fewer blocks keep the memory busy, too.
+// The fewest steps that a thread block should get of a sequence, where one block combines what
+// several computed of a q tile: fewer steps are sooner done, but leave more to combine. On an H200
+// a step takes 57 times as long as combining a part of a row.
+__device__ inline int LeastFewShare(const PlannedSequence& s, int group_size, int q_tile_rows) {
+  if (s.role != kFew) return 0;
+  const int64_t rows = int64_t{s.num_queries} * group_size;
+  const float rows_of_tile = static_cast<float>(rows < q_tile_rows ? rows : q_tile_rows);
+  return static_cast<int>(sqrtf(static_cast<float>(s.num_kv_tiles) * rows_of_tile / 57.f));
+}
+
+// How many of the `total` steps of few queries a thread block gets: an equal share, but not fewer
+// than `least`; or up to a sixteenth more where all sequences are alike, if then blocks have whole
+// q tiles or q tiles whole blocks. Whole q tiles need not be combined, and fewer blocks keep the
+// memory busy, too.
 struct FewShare {
   int equal, most;
 
-  __device__ FewShare(int total, int num_blocks)
-      : equal(max((total + num_blocks - 1) / num_blocks, 1)), most(equal + equal / 16) {}
+  __device__ FewShare(int total, int num_blocks, int least)
+      : equal(max(max((total + num_blocks - 1) / num_blocks, least), 1)),
+        most(equal + equal / 16) {}
 
   __device__ bool fixed() const { return most == equal; }
   // If all q tiles have `tile` steps.

@@ -36,21 +36,24 @@ __device__ void MakeOwnPlan(const Problem& p, OwnPlan* plan, int block) {
     s = {};
   }
   const int steps = FewSteps(s, p.group_size, kQTileRows);
-  int end = InclusiveSum(steps), total = 0;
+  int end = InclusiveSum(steps), total = 0, least = 0;
   if (i < index.num_sequences) plan->sequences[i] = s;
   if (i == 0) plan->first_steps = steps;
   if (i % 32 == 31) plan->warp_steps[warp] = end;
+  const unsigned least_share = LeastFewShare(s, p.group_size, kQTileRows);
+  plan->warp_least[warp] = __reduce_max_sync(kAllLanes, least_share);
   __syncthreads();
 #pragma unroll
   for (int other = 0; other < kMaxOwnSequences / 32; ++other) {
     const int of_warp = plan->warp_steps[other];
     total += of_warp;
     if (other < warp) end += of_warp;
+    least = max(least, plan->warp_least[other]);
   }
   const int start = end - steps;
   const bool is_padding = start == total;
   const bool alike = __syncthreads_and(is_padding || steps == plan->first_steps);
-  const FewShare shares(total, p.num_few_blocks);
+  const FewShare shares(total, p.num_few_blocks, least);
   const int share = alike && !shares.fixed() && total > 0
                         ? shares.Whole(plan->sequences[0].num_kv_tiles)
                         : shares.equal;

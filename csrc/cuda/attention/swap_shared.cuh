@@ -40,10 +40,11 @@ struct SwapRows {
 
 // What a block keeps of a plan that the engine makes itself.
 struct OwnPlan {
+  static constexpr int kWarps = kMaxOwnSequences / 32 + 1;
   PlannedSequence sequences[kMaxOwnSequences];
-  FewBlock block;                                 // its steps
-  int32_t first_steps;                            // of the first sequence
-  int32_t warp_steps[kMaxOwnSequences / 32 + 1];  // of the sequences of each warp
+  FewBlock block;                                  // its steps
+  int32_t first_steps;                             // of the first sequence
+  int32_t warp_steps[kWarps], warp_least[kWarps];  // of the sequences of each warp
 };
 
 // Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
