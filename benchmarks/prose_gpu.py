@@ -61,10 +61,10 @@ def values() -> dict[str, str]:
         "gpu_mixed_table": tables.gpu(sections["mixed"], _MIXED),
         "gpu_writes_table": tables.gpu(sections["kv_write"], {name: name for name in _WRITES}, ".2f"),
         "programs_list": tables.programs(sections["overhead"]),
-        "programs_plan_alike": _plan_alike(sections["overhead"]),
         **_decode(sections["decode"]),
         **_plan(Run("h200-plan")),
         **_step(Run("h200-step")),
+        "steps_in_jax_today_table": tables.steps_in_jax_today(Run("h200-step-jax")),
         "steps_of_today": _steps_of_today(),
     }
 
@@ -87,17 +87,6 @@ the host's time for one operation that is called by itself: `x + 1`, and the wri
 {tables.steps_of_today(run)}
 
 ![Step](benchmarks/{STEPS_OF_TODAY}.svg)"""
-
-
-def _plan_alike(run: Run) -> str:
-    """To be left out of the page when overhead has been measured anew."""
-    shared, each = (
-        run.row(contender=f"flashxla in JAX, 128 in a program{kind}")["us"] for kind in ("", ", a plan each")
-    )
-    return claim(
-        abs(shared / each - 1) < 0.03,
-        "In this run every pair of every program made a plan of its own, whatever the name says",
-    )
 
 
 def _decode(run: Run) -> dict[str, str]:

@@ -22,7 +22,6 @@ from benchmarks.settings import Settings
 from benchmarks.ways import Way
 
 _PEER_TOLERANCE = 1e-1
-_KERNELS = "the operations' kernels alone, 1 layer (from PyTorch, a plan each)"
 
 
 def run(section: str, case: str, settings: Settings) -> Iterator[Row]:
@@ -68,7 +67,7 @@ def _a_layers_share(case: str, us: dict[str, float], settings: Settings) -> Iter
         batch = batches.build(shape, settings.device)
         return overhead.in_torch(batch, batch.sets)
 
-    for row in compare.run(case, settings.dtype, [Contender(_KERNELS, prepare)], settings):
+    for row in compare.run(case, settings.dtype, [Contender(ways.KERNELS, prepare)], settings):
         yield row if "begin" in row else {**row, "derived": True}
 
 

@@ -270,6 +270,32 @@ def steps_in_jax(run: Run) -> str:
     return _table(["batch", "flashxla", ways.PALLAS.name, "ratio", ways.NOTHING.name], lines)
 
 
+def steps_in_jax_today(run: Run) -> str:
+    """A decode step in JAX, and a layer's share of it."""
+    lines = []
+    for case in run.names("case"):
+        ours, nothing = (run.row(case=case, contender=way.name)["us"] for way in (ways.OURS, ways.NOTHING))
+        layer = run.row(case=case, contender=f"write + attention by {ways.OURS.name}, 1 layer of the step")
+        kernels = run.row(case=case, contender=ways.KERNELS)
+        lines.append(
+            [
+                batch(case),
+                f"{ours / 1e3:.2f} ms",
+                f"{nothing / 1e3:.2f} ms",
+                f"{layer['us']:.1f} us",
+                f"{kernels['us']:.1f} us",
+            ]
+        )
+    head = [
+        "batch",
+        "flashxla",
+        ways.NOTHING.name,
+        "write + attention, a layer",
+        "their kernels from PyTorch",
+    ]
+    return _table(head, lines)
+
+
 def batch(case: str) -> str:
     """Of a case of the section step, "batch 16, 2048 keys"."""
     return case.split(",")[0].removeprefix("batch ")

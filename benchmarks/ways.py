@@ -15,6 +15,8 @@ from benchmarks.llama import PAGE, Config
 from benchmarks.llama_jax import Attend
 
 Batch = dict[str, jax.Array]
+# Beside the ways: a layer's write and attention without a program.
+KERNELS = "the operations' kernels alone, 1 layer (from PyTorch, a plan each)"
 
 
 @dataclasses.dataclass(frozen=True)
