@@ -55,16 +55,6 @@ struct Together {
     return x;
   }
 };
-// The same of what all lanes have, where the compiler does not know it.
-template <typename T>
-__device__ T Uniform(T x) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) {
-    int& word = reinterpret_cast<int*>(&x)[i];
-    word = __shfl_sync(kAllLanes, word, 0);
-  }
-  return x;
-}
 template <typename T>
 __device__ T ReadTogether(const T* from) {
   return Together<T>(from).Get();
