@@ -87,6 +87,7 @@ def ours(config: Config, qkv: torch.Tensor, cache: Cache, batch: Batch) -> torch
         config.dim**-0.5,
         layout="stacked",
         slot_mapping=batch["slots"],
+        max_seqlen_q=1,
     )
 
 

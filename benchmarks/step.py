@@ -56,8 +56,8 @@ def _a_layers_share(case: str, us: dict[str, float], settings: Settings) -> Iter
     without = us.get(ways.NOTHING.name)
     for name in us:
         if without is not None and name != ways.NOTHING.name:
-            title = f"write + attention by {name}, 1 layer of the step"
-            yield compare.derived(case, settings, title, (us[name] - without) / config.layers)
+            share = (us[name] - without) / config.layers
+            yield compare.derived(case, settings, ways.share_of_layer(name), share)
     if settings.cuda and not torch.cuda.is_available():
         return  # PyTorch has no CUDA, only XLA's front ends have
     lens = shapes.newest(*[keys] * count)

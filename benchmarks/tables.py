@@ -275,7 +275,7 @@ def steps_in_jax_today(run: Run) -> str:
     lines = []
     for case in run.names("case"):
         ours, nothing = (run.row(case=case, contender=way.name)["us"] for way in (ways.OURS, ways.NOTHING))
-        layer = run.row(case=case, contender=f"write + attention by {ways.OURS.name}, 1 layer of the step")
+        layer = run.row(case=case, contender=ways.share_of_layer(ways.OURS.name))
         kernels = run.row(case=case, contender=ways.KERNELS)
         lines.append(
             [

@@ -19,6 +19,11 @@ Batch = dict[str, jax.Array]
 KERNELS = "the operations' kernels alone, 1 layer (from PyTorch, a plan each)"
 
 
+def share_of_layer(way: str) -> str:
+    """What the row is called that has a layer's write and attention in a program."""
+    return f"write + attention by {way}, 1 layer of the step"
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """attend: as llama_jax.step wants it. cache: a layer's (config, number of pages, dtype)."""

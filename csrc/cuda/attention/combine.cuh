@@ -48,7 +48,7 @@ struct CombinedRow {
     return (vector * 32 + static_cast<int>(threadIdx.x & 31)) * kVector;
   }
 
-  // Adds the sums of 32 parts, one of each lane; row_max is -inf where there is none. Returns what
+  // Adds the sums of 32 parts, one of each lane; part_max is -inf where there is none. Returns what
   // the values of the lane's part are multiplied by.
   __device__ float AddSums(float part_max, float part_sum) {
     float new_max = part_max;
@@ -59,8 +59,7 @@ struct CombinedRow {
     const float shift = new_max == -INFINITY ? 0.f : new_max;
     const float old_factor = exp2f(row_max - shift), factor = exp2f(part_max - shift);
     row_max = new_max;
-    part_sum *= factor;
-    for (int step = 16; step > 0; step /= 2) part_sum += __shfl_xor_sync(kAllLanes, part_sum, step);
+    part_sum = SumOfWarp(part_sum * factor);
     row_sum = row_sum * old_factor + part_sum;
     for (float& x : out) x *= old_factor;
     return factor;
@@ -95,7 +94,7 @@ struct CombinedRow {
 };
 
 // Combines the partial results of a row of the q tile that begins in `block` and continues in the
-// next ones. A warp computes a row.
+// next ones. A warp computes a row. Reads past L1, where another block's results may be missing.
 template <int kDims>
 __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, int kv_head,
                            int block, const SplitTile& tile, int row) {

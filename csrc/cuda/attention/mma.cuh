@@ -26,6 +26,31 @@ __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// What lies in shared memory as 4, 8 or a multiple of 16 bytes, aligned to as many, at most 16.
+template <typename T>
+__device__ inline T LoadShared(uint32_t address) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) % 16 == 0);
+  T x;
+  auto* words = reinterpret_cast<uint32_t*>(&x);
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(address)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (size_t i = 0; i < sizeof(T) / 16; ++i, words += 4) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(address + static_cast<int>(i) * 16)
+                   : "memory");
+    }
+  }
+  return x;
+}
+
 __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -124,10 +124,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     if constexpr (S::kCombines) {
       const int first = blockIdx.y * gridDim.x + kv_head, count = gridDim.x * gridDim.y;
       if (w.p.makes_plan) {
-        for (int token = first; token < w.p.num_tokens; token += count) {
-          const int mark = MarkOfToken(w.p, sequences, token);
-          if (mark < 0) StoreIdle(w.p, token, IsKeyless(mark));
-        }
+        StoreIdleTokens(w.p, sequences, first, count);
       } else {
         StoreIdleTokens(w.p, first, count);
       }

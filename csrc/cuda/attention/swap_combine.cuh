@@ -9,7 +9,6 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_CUH_
 
 #include "cuda/attention/combine.cuh"
-#include "cuda/attention/swap_fp8.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
 namespace flashxla::attention {
@@ -30,20 +29,6 @@ __device__ inline void AwaitFlag(uint64_t* flag, uint64_t tag) {
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(flag) : "memory");
   } while (now != tag);
   *flag = 0;
-}
-
-template <typename Vector>
-__device__ inline Vector LoadSharedVector(uint32_t from) {
-  Vector x;
-  if constexpr (sizeof(Vector) == 16) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(from)
-                 : "memory");
-  } else {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
-  }
-  return x;
 }
 
 // Combines the q tile whose last part is this block's, if there is one. The warpgroup must call it
@@ -123,8 +108,8 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
         float part_max = -INFINITY, part_sum = 0.f;
         if (lane < count) {
           const uint32_t from = sums + (first + lane) * kSumBytes + r % 4 * 4;
-          part_max = __uint_as_float(LoadShared4(from));
-          part_sum = __uint_as_float(LoadShared4(from + 16));
+          part_max = LoadShared<float>(from);
+          part_sum = LoadShared<float>(from + 16);
         }
         const float factor = combined.AddSums(part_max, part_sum);
 #pragma unroll 4
@@ -132,8 +117,8 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
           typename Row::Values x;
 #pragma unroll
           for (int v = 0; v < Row::kVectors; ++v) {
-            x.vectors[v] = LoadSharedVector<typename Row::Vector>(
-                values + (first + n) * kValueBytes + Row::Dim(v) * 4);
+            x.vectors[v] = LoadShared<typename Row::Vector>(values + (first + n) * kValueBytes +
+                                                            Row::Dim(v) * 4);
           }
           combined.AddValues(x, __shfl_sync(kAllLanes, factor, n));
         }

@@ -34,21 +34,8 @@ __device__ inline int SwapValueDim(int tile, int warp, int r, int half) {
   return tile / 2 * 128 + warp * 32 + r * 4 + tile % 2 * 2 + half;
 }
 
-__device__ inline uint4 LoadShared16(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
 __device__ inline void StoreShared4(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-__device__ inline uint32_t LoadShared4(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
 }
 
 template <bool kE5m2, int kDims>
@@ -60,7 +47,7 @@ __device__ inline void WidenKeys(uint32_t keys, int warp, uint32_t (&a)[kDims / 
     for (int half = 0; half < 2; ++half) {
       const int key = warp * 16 + half * 8 + SwapKey(lane / 4), chunk = n % 2 * 4 + lane % 4;
       const uint4 x =
-          LoadShared16(keys + (n / 2 * kFewKvTileKeys + key) * 128 + (chunk ^ key % 8) * 16);
+          LoadShared<uint4>(keys + (n / 2 * kFewKvTileKeys + key) * 128 + (chunk ^ key % 8) * 16);
       const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -81,8 +68,8 @@ __device__ inline void WidenValues(uint32_t values, int warp, uint32_t (&a)[kDim
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = k * 16 + i / 2 * 8 + SwapKey(2 * q + i % 2), chunk = warp * 2 + r / 4;
-        const uint32_t word = LoadShared4(values + (n * kFewKvTileKeys + key) * 128 +
-                                          (chunk ^ key % 8) * 16 + r % 4 * 4);
+        const uint32_t word = LoadShared<uint32_t>(values + (n * kFewKvTileKeys + key) * 128 +
+                                                   (chunk ^ key % 8) * 16 + r % 4 * 4);
         WidenFp8x4<kE5m2>(word, &pairs[0][i], &pairs[1][i]);
       }
 #pragma unroll

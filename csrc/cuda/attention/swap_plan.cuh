@@ -3,6 +3,7 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_PLAN_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_PLAN_CUH_
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
@@ -83,6 +84,15 @@ __device__ inline int MarkOfToken(const Problem& p, const PlannedSequence* seque
     if (owner != 0) return __shfl_sync(kAllLanes, mark, __ffs(owner) - 1);
   }
   return kNoSequence;
+}
+
+// As StoreIdleTokens with a plan.
+__device__ inline void StoreIdleTokens(const Problem& p, const PlannedSequence* sequences,
+                                       int first, int count) {
+  for (int token = first; token < p.num_tokens; token += count) {
+    const int mark = MarkOfToken(p, sequences, token);
+    if (mark < 0) StoreIdle(p, token, IsKeyless(mark));
+  }
 }
 
 #endif  // FLASHXLA_HOPPER

@@ -148,7 +148,8 @@ struct SwapTile {
     const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
     float score[kRows / 2];
     uint32_t wide_values[S::kFp8 ? kOutTiles : 1][4][4];
-    constexpr bool kWidenEarly = kRows <= 16;  // while the scores are computed; else registers lack
+    // While the scores are computed; with more rows registers lack.
+    constexpr bool kWidenEarly = S::kFp8 && kRows <= 16;
     auto widen_values = [&] {
       if constexpr (S::kFp8) {
         e5m2 ? WidenValues<true, S::kDims>(values, warp, wide_values)
@@ -182,7 +183,7 @@ struct SwapTile {
     Pin(score);
     Weigh(p, score, first, mask);
     StoreWeights(score);
-    if constexpr (!S::kFp8 || !kWidenEarly) await_values(), widen_values();
+    if constexpr (!kWidenEarly) await_values(), widen_values();
     FenceProxy();
     SyncGroup();
     const uint64_t descriptor = MatrixDescriptor(values, 0);
@@ -274,7 +275,7 @@ struct SwapTile {
 #pragma unroll 1
     for (int i = thread(); i < num_rows * kChunks; i += kWarpgroupThreads) {
       const int row = i / kChunks, d = i % kChunks * 8;
-      const uint4 x = LoadShared16(RowAddress(row, d));
+      const uint4 x = LoadShared<uint4>(RowAddress(row, d));
       if (d < p.head_size) *reinterpret_cast<uint4*>(row_of(row) + d) = x;
     }
     SyncGroup();  // the next queries come to the same place

@@ -22,6 +22,12 @@ __device__ inline int FindStart(const int32_t* starts, int n, int x) {
   }
 }
 
+// The sum of x over all lanes of a warp, which must call it.
+__device__ inline float SumOfWarp(float x) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
 // The sum of x over the lanes up to this one. All lanes of a warp must call it.
 __device__ inline int InclusiveSum(int x) {
   const int lane = threadIdx.x & 31;

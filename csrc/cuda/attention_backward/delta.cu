@@ -9,13 +9,9 @@ namespace flashxla::attention_backward {
 namespace {
 
 using attention::kAllLanes;
+using attention::SumOfWarp;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-
-__device__ float WarpSum(float x) {
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
-  return x;
-}
 
 // Sums up the products of 16 bytes of elements.
 template <typename Pair>
@@ -81,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) DeltaKernel(const __grid_constant__ 
         dot = fmaf(LoadElement(p.grad_out, p.dtype, token + row, head, d),
                    LoadElement(p.out, p.dtype, token + row, head, d), dot);
       }
-      dot = WarpSum(dot);
+      dot = SumOfWarp(dot);
       if (threadIdx.x % 32 == 0) StoreRow(p, place + row, token + row, head, dot);
     }
   } else {
@@ -126,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) SinksKernel(const __grid_constant__ 
   for (int64_t i = threadIdx.x; i < rows; i += kThreads) {
     if (lse2[i] != INFINITY) sum = fmaf(exp2f(sink2 - lse2[i]), delta[i], sum);
   }
-  sum = WarpSum(sum);
+  sum = SumOfWarp(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;

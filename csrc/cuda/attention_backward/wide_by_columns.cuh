@@ -112,7 +112,7 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       const uint32_t grad_out = shared.grad_out(grad_turn.stage);
       float score[kQueries / 2], product[kQueries / 2];
       attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
-      const int2 step = LoadShared2(shared.step(turn.stage));  // a WideStep
+      const int2 step = LoadShared<int2>(shared.step(turn.stage));  // a WideStep
       ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.y);
       start_scores(score, shared.keys(), shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(grad_turn.stage), grad_turn.parity);

@@ -59,7 +59,7 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       const Turn<S::kStages> turn(steps);
       float score[kRowTile / 2], product[kRowTile / 2];
       attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
-      const int2 step = LoadShared2(shared.step(turn.stage));  // a WideStep
+      const int2 step = LoadShared<int2>(shared.step(turn.stage));  // a WideStep
       ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.y);
       start_scores(score, shared.keys(), shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(turn.stage), turn.parity);

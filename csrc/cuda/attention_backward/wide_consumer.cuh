@@ -22,12 +22,6 @@ using attention::MatrixProduct;
 using attention::Pack;
 using attention::Pin;
 
-__device__ inline float2 LoadPair(uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
 __device__ inline void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -156,7 +150,7 @@ struct WideScores {
     const float cap_scale = kSoftcap ? 2.f * kLog2e * p.softmax_scale / p.softcap : 0.f;
 #pragma unroll
     for (int i = 0; i < kQueries / 8; ++i) {
-      const float2 base = LoadPair(lse2 + i * 32);
+      const float2 base = LoadShared<float2>(lse2 + i * 32);
       float weight[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -177,7 +171,7 @@ struct WideScores {
                                   uint32_t delta, Fragments& gradients) const {
 #pragma unroll
     for (int i = 0; i < kQueries / 8; ++i) {
-      const float2 of_row = LoadPair(delta + i * 32);
+      const float2 of_row = LoadShared<float2>(delta + i * 32);
       float x[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -225,7 +219,7 @@ __device__ inline int ConsumerGroup() {
 }
 template <int kDims>
 __device__ int StepsOfItem(const WideShared<kDims>& shared) {
-  return __shfl_sync(attention::kAllLanes, LoadShared2(shared.item()).y, 0);
+  return __shfl_sync(attention::kAllLanes, LoadShared<int2>(shared.item()).y, 0);
 }
 
 #endif  // FLASHXLA_HOPPER

@@ -85,6 +85,8 @@ struct WideProblem {
 
 #if defined(FLASHXLA_HOPPER)
 
+using attention::LoadShared;
+
 // Which stage of a ring number n uses, and the parity of the stage's barriers.
 template <int kStages>
 struct Turn {
@@ -130,7 +132,7 @@ struct WideShared {
   __device__ uint32_t grad_out_empty(int i) const { return grad_out_full(S::kGradOutStages + i); }
 };
 
-// Structs of 16-byte parts in shared memory.
+// Stores a struct of 16-byte parts in shared memory.
 template <typename T>
 __device__ void StoreShared(uint32_t to, const T& x) {
   const auto* parts = reinterpret_cast<const uint4*>(&x);
@@ -141,19 +143,6 @@ __device__ void StoreShared(uint32_t to, const T& x) {
                  : "memory");
   }
 }
-template <typename T>
-__device__ T LoadShared(uint32_t from) {
-  T x;
-  auto* parts = reinterpret_cast<uint4*>(&x);
-#pragma unroll
-  for (size_t i = 0; i < sizeof(T) / 16; ++i) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(parts[i].x), "=r"(parts[i].y), "=r"(parts[i].z), "=r"(parts[i].w)
-                 : "r"(from + static_cast<int>(i) * 16)
-                 : "memory");
-  }
-  return x;
-}
 
 __device__ inline void LoadBytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
@@ -163,12 +152,7 @@ __device__ inline void LoadBytes(uint32_t to, const void* from, int bytes, uint3
       : "memory");
 }
 
-// Parts of a struct alone, where registers are scarce.
-__device__ inline int2 LoadShared2(uint32_t from) {
-  int2 x;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
-  return x;
-}
+// A part of a struct alone.
 __device__ inline void StoreShared2(uint32_t to, int x, int y) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
 }
