@@ -6,7 +6,7 @@
 
 namespace flashxla {
 
-// A number that no other call has, and is not 0: see attention/swap_combine.cuh.
+// A number that no other call has, and is not 0: see attention/flag.cuh.
 uint64_t NewCallTag();
 
 }  // namespace flashxla

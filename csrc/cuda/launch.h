@@ -54,6 +54,9 @@ inline int NumMultiprocessors() {
 // kernel is complete. Every path, because the next kernel only waits for this one, and must be able
 // to rely on all earlier ones. Code for GPUs before Hopper has no PDL and starts after the previous
 // kernel.
+//
+// A kernel that needs nothing of the previous one may wait for it at its end, if that one calls
+// TriggerNext() after WaitForPrevious(): what came before both is complete then.
 template <typename... Parameters, typename... Arguments>
 void LaunchDependent(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
                      cudaStream_t stream, Arguments&&... arguments) {

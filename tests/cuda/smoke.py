@@ -244,7 +244,7 @@ def few_queries(rng: Rng) -> Sizes:
 
 
 def chunks(rng: Rng) -> Sizes:
-    """swap: on Hopper, more rows than few that see many keys; decode rows beside them."""
+    """swap, and q tiles of wide in parts: on Hopper, more rows than few that see many keys; decode rows beside them."""
     count, decoding = int(rng.integers(1, 3)), rng.integers(0, 3, int(pick(rng, 0, 2)))
     few = rng.random() < 0.7
     len_q = np.array([*(rng.integers(17, 48, count) if few else rng.integers(48, 129, 1)), *decoding])

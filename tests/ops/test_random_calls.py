@@ -75,7 +75,7 @@ def few(rng: Rng) -> dict[str, Any]:
 
 
 def chunks(rng: Rng) -> dict[str, Any]:
-    """More queries than few, which see so many keys that swap takes them; with decode rows and prefills."""
+    """More queries than few that see many keys: swap, or wide in parts. With decode rows and prefills."""
     lens = [
         *((q, q + rng.integers(500, 1500)) for q in rng.integers(17, 48, pick(rng, 1, 3))),
         *((q, 4050 + rng.integers(0, 300)) for q in rng.integers(48, 129, pick(rng, 0, 1, 1))),

@@ -38,16 +38,12 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.index = IndexTensorsOf(args);
   plan.window = p.window;
   plan.group_size = p.group_size;
-  plan.use_few = choice.engines[kFew] != nullptr;
-  plan.all_few = choice.all_few;
-  plan.use_many = choice.engines[kMany] != nullptr;
+  plan.roles = choice.Roles();
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
-  plan.few_chunks = choice.few_chunks;
-  plan.few_takes_rest = choice.few_takes_rest;
   plan.few_combines = choice.few_combines;
   plan.num_few_blocks = choice.num_few_blocks;
   plan.few_q_tile_rows = choice.few_q_tile_rows;
-  plan.many_q_tile_tokens = choice.many_q_tile_tokens;
+  plan.many = choice.many;
   return plan;
 }
 
@@ -66,10 +62,15 @@ flashxla_status MakePlan(const PlanProblem& plan, cudaStream_t stream) {
   return LaunchStatus("attention_plan");
 }
 
-// The workspace of a call. Only the engine for few queries needs one.
+// What an engine needs of the workspace.
+int64_t WorkspaceOf(int role, const Problem& p, const Choice& choice) {
+  const Engine* engine = choice.engines[role];
+  return choice.Runs(role) && engine->workspace_bytes ? engine->workspace_bytes(p) : 0;
+}
+
+// The workspace of a call: first for few queries, then for many.
 int64_t WorkspaceBytes(const Problem& p, const Choice& choice) {
-  const Engine* few = choice.engines[kFew];
-  return few && few->workspace_bytes ? few->workspace_bytes(p) : 0;
+  return WorkspaceOf(kFew, p, choice) + WorkspaceOf(kMany, p, choice);
 }
 
 // The engines of a plan are chosen before the addresses are known, for aligned tensors. Refuses a
@@ -113,14 +114,15 @@ flashxla_status WriteNewKeys(const flashxla_attention_args& args, const PlanProb
 
 flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspace,
                            cudaStream_t stream) {
-  for (int role = 0; role < kNumRoles; ++role) {
+  void* for_many = static_cast<char*>(workspace) + WorkspaceOf(kFew, p, choice);
+  // Most of the work comes first; what the next engine does then fills the gaps at its end.
+  for (const Role role : {kMany, kFew, kRest}) {
     if (!choice.Runs(role)) continue;
-    const Engine* engine = choice.engines[role];
-    const flashxla_status status = engine->launch(p, workspace, stream);
+    const flashxla_status status =
+        choice.engines[role]->launch(p, role == kMany ? for_many : workspace, stream);
     if (status != FLASHXLA_OK) return status;
   }
-  // The engine for many queries ends a call, too.
-  if (!choice.few_combines && !choice.Runs(kMany)) LaunchCombine(p, workspace, stream);
+  if (!choice.few_combines) LaunchCombine(p, workspace, stream);
   return LaunchStatus("attention");
 }
 
@@ -143,11 +145,13 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
     plan.plan = static_cast<int32_t*>(args.plan.data);
   } else {
     plan.plan = reinterpret_cast<int32_t*>(static_cast<char*>(args.workspace.data) + partial_bytes);
-    p.makes_plan = choice.few_plans && !plan.want_slots;
+    p.makes_plan = choice.make_plan && !plan.want_slots;
+    p.roles = plan.roles;
     if (!p.makes_plan) status = MakePlan(plan, stream);
     if (status != FLASHXLA_OK) return status;
   }
   p.plan = PlanView(plan.plan, plan.layout());
+  p.few_follows = choice.FewFollows();
   if (args.key.data != nullptr) {
     status = WriteNewKeys(args, plan, context);
     if (status != FLASHXLA_OK) return status;

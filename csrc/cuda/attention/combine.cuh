@@ -153,33 +153,6 @@ __device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
   }
 }
 
-// Ends a call within another kernel, which has few warps: combines all partial results and writes
-// the tokens that no engine computes. A warp has every `count`th share, from `first` on.
-template <int kDims>
-__device__ void CombineAll(const Problem& p, const SplitWorkspace& workspace, int first,
-                           int count) {
-  const int lane = threadIdx.x & 31, blocks = workspace.blocks * p.num_kv_heads;
-  // The rows of all q tiles are counted, 32 tiles at a time; the warps take them in turn.
-  int next = first;
-  for (int base = 0; base < blocks && p.plan.totals[kFew] > 0; base += 32) {
-    SplitTile tile = {};
-    if (base + lane < blocks) tile = workspace.tiles[base + lane];
-    const int rows = tile.num_parts == 0 ? 0
-                                         : min(tile.num_queries * p.group_size - tile.first_row,
-                                               workspace.shape.rows);
-    const int end = InclusiveSum(rows);
-    const int total = __shfl_sync(kAllLanes, end, 31);
-    for (; next < total; next += count) {
-      const int owner = __ffs(__ballot_sync(kAllLanes, next < end)) - 1;
-      const int row = next - __shfl_sync(kAllLanes, end - rows, owner), place = base + owner;
-      CombineRow<kDims>(p, workspace, place / workspace.blocks, place % workspace.blocks,
-                        workspace.tiles[place], row);
-    }
-    next -= total;
-  }
-  StoreIdleTokens(p, first, count);
-}
-
 }  // namespace flashxla::attention
 
 #endif  // FLASHXLA_CSRC_CUDA_ATTENTION_COMBINE_CUH_

@@ -61,8 +61,7 @@ Choice ChooseEngines(const Facts& facts) {
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }
-  choice.many_q_tile_tokens =
-      choice.engines[kMany] == &kWideEngine ? WideQTileTokens(facts.problem) : kManyQTileTokens;
+  if (choice.engines[kMany] != nullptr) choice.many = WideWork(facts.problem);
   if (choice.engines[kFew] != nullptr) {
     Problem p = facts.problem;
     const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
@@ -73,10 +72,11 @@ Choice ChooseEngines(const Facts& facts) {
     p.few_q_tile_rows = !swap             ? kSplitQTileRows
                         : !choice.all_few ? kSwapQTileRows
                                           : SwapQTileRows(longest, p.head_size);
-    choice.few_combines = swap && p.few_q_tile_rows <= kSwapMidRows;
-    choice.few_plans =
-        choice.few_combines && choice.all_few && facts.num_sequences <= kMaxOwnSequences;
+    choice.few_combines = swap;
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
+    choice.make_plan =
+        swap && (choice.all_few ? facts.num_sequences <= kMaxOwnSequences
+                                : choice.few_takes_rest && FitsOwnPlan(p, facts.num_sequences));
     choice.few_q_tile_rows = p.few_q_tile_rows;
     choice.num_few_blocks = NumFewBlocks(p);
   }

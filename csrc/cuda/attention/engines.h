@@ -48,8 +48,10 @@ const char* WhyNoTensorCores(const Problem& problem);
 // promised; otherwise for those of at most MaxFewRows rows.
 bool AreFewStepsCountable(const Facts& facts, bool any_length);
 
-// Query tokens of a q tile of the engine wide: at least kManyQTileTokens.
-int WideQTileTokens(const Problem& problem);
+// How the engine wide divides its work. A q tile has at least kManyQTileTokens.
+ManyShape WideWork(const Problem& problem);
+// Whether wide's thread blocks have room for a plan that they make themselves.
+bool FitsOwnPlan(const Problem& problem, int64_t num_sequences);
 // How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
 int NumFewBlocks(const Problem& problem);
 // Its workspace.
@@ -61,11 +63,11 @@ struct Choice {
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
   bool all_few;                      // every sequence has few queries
   bool few_combines;                 // the engine for few queries ends a call by itself
-  bool few_plans;                    // and can make the plan
-  bool few_chunks, few_takes_rest;   // as in PlanProblem, like the numbers below
-  int num_few_blocks;
+  bool make_plan;                    // the engines can make the plan
+  bool few_chunks, few_takes_rest;   // as in RoleRules
+  int num_few_blocks;                // as in PlanProblem, like the numbers below
   int few_q_tile_rows;
-  int many_q_tile_tokens;
+  ManyShape many;
 
   const Engine& Of(Role role) const {
     if (role == kRest && few_takes_rest) return *engines[kFew];
@@ -75,6 +77,12 @@ struct Choice {
   bool Runs(int role) const {
     if (engines[role] == nullptr) return false;
     return role == kFew || !(all_few || (role == kRest && few_takes_rest));
+  }
+  // Whether the engine for few queries may start while the one for many still runs.
+  bool FewFollows() const { return few_combines && Runs(kMany); }
+  RoleRules Roles() const {
+    return {engines[kFew] != nullptr, all_few, few_chunks, few_takes_rest,
+            engines[kMany] != nullptr};
   }
 };
 

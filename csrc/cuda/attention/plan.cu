@@ -1,4 +1,5 @@
 // Makes the plan: one thread block reads the index tensors once and lists the engines' work.
+#include "cuda/attention/many_parts.cuh"
 #include "cuda/attention/plan.cuh"
 #include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/scan.cuh"
@@ -35,7 +36,8 @@ struct Shared {
   PlannedSequence kept[kMaxKept];
   int32_t few_starts[kMaxKept];
   LongSequence kept_long[kMaxKeptLong];
-  int32_t cost[kMaxSorted];
+  int32_t cost[kMaxSorted], sorted_cost[kMaxPartials];  // kv tiles
+  int32_t cost_of_parts[kMaxManyParts];
   int32_t least_few_share;
 };
 
@@ -66,7 +68,7 @@ struct LongList {
   int size;
   bool has_huge;  // some have more queries than there are threads
 
-  __device__ LongSequence operator[](int n) const {
+  __device__ LongSequence Get(int n) const {
     return n < kMaxKeptLong ? kept[n] : Of(places[n], sequences.plan[places[n]]);
   }
   __device__ void Set(int n, int i, const PlannedSequence& s) const {
@@ -148,25 +150,6 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
   }
 }
 
-// Lanes of a warp that share a long sequence: so many that all of these fit the threads, if they
-// can.
-struct Lanes {
-  int count;
-
-  __device__ explicit Lanes(int num_sequences) : count(32) {
-    while (count > 1 && num_sequences * count > NumThreads()) count /= 2;
-  }
-  __device__ int group() const { return threadIdx.x / count; }
-  __device__ int num_groups() const { return NumThreads() / count; }
-  __device__ int lane() const { return threadIdx.x % count; }
-  // Whether x holds in any lane of the group.
-  __device__ bool Any(bool x) const {
-    const unsigned group = (count == 32 ? kAllLanes : (1u << count) - 1)
-                           << (threadIdx.x & 31) / count * count;
-    return __any_sync(group, x);
-  }
-};
-
 // Calls body(sequence, first, step) for the long sequences: a thread gets items first, first +
 // step, ... of the sequence. Lanes share a sequence, and all threads a huge one.
 template <typename Body>
@@ -174,72 +157,15 @@ __device__ void ForEachLong(const LongList& list, Body&& body) {
   const Lanes lanes(list.size);
 #pragma unroll 1
   for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
-    const LongSequence s = list[n];
+    const LongSequence s = list.Get(n);
     if (s.num_queries <= NumThreads()) body(s, lanes.lane(), lanes.count);
   }
   if (!list.has_huge) return;
 #pragma unroll 1
   for (int n = 0; n < list.size; ++n) {
-    const LongSequence s = list[n];
+    const LongSequence s = list.Get(n);
     if (s.num_queries > NumThreads()) body(s, threadIdx.x, NumThreads());
   }
-}
-
-__device__ int ManyTiles(const PlanProblem& p, int role, int num_queries) {
-  return role == kMany ? (num_queries + p.many_q_tile_tokens - 1) / p.many_q_tile_tokens : 0;
-}
-
-// Whether the table has an unsound page among a sequence's first `pages`; this thread looks at
-// pages first, first + step, ...
-__device__ bool HasUnsoundPage(const BlockTable& table, int index, unsigned pages, unsigned first,
-                               unsigned step) {
-  constexpr int kAtOnce = 8;  // loads that overlap
-  bool unsound = false;
-#pragma unroll 1
-  for (unsigned base = first; base < pages; base += kAtOnce * step) {
-    int block[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const unsigned page = base + i * step;
-      block[i] = page < pages ? Entry(table, index, static_cast<int>(page)) : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) unsound |= !IsSound(table, block[i]);
-  }
-  return unsound;
-}
-
-// The engine for many queries does not check page numbers: a sequence with an unsound page gets
-// another role. (The cache has pages; without any, the engine does not serve the call.)
-__device__ void CheckTables(const PlanProblem& p, const LongList& list) {
-  constexpr int kMaxOfLane = 128;  // lanes check a sequence of so many pages each, else all threads
-  const Role other = p.few_takes_rest ? kFew : kRest;
-  const BlockTable& table = p.index.block_table;
-  auto pages_of = [&](const LongSequence& s) {
-    return s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
-  };
-  bool more = false;
-  const Lanes lanes(list.size);
-#pragma unroll 1
-  for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
-    const LongSequence s = list[n];
-    const int pages = pages_of(s);
-    if (pages > kMaxOfLane * lanes.count) {
-      more = true;
-    } else if (lanes.Any(HasUnsoundPage(table, s.index, pages, lanes.lane(), lanes.count))) {
-      if (lanes.lane() == 0) list.SetRole(n, other);
-    }
-  }
-  if (!__syncthreads_or(more)) return;
-#pragma unroll 1
-  for (int n = 0; n < list.size; ++n) {
-    const LongSequence s = list[n];
-    const int pages = pages_of(s);
-    if (pages <= kMaxOfLane * lanes.count) continue;
-    const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, NumThreads());
-    if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, other);
-  }
-  __syncthreads();
 }
 
 // Q tile n of many queries. The last tile of a sequence comes first, since it sees the most keys:
@@ -249,41 +175,50 @@ __device__ ManyTile ManyTileAt(const PlanProblem& p, const LongList& list, int n
 #pragma unroll 1
   while (high - i > 1) {
     const int middle = (i + high) / 2;
-    if (list[middle].first_tile <= n) {
+    if (list.Get(middle).first_tile <= n) {
       i = middle;
     } else {
       high = middle;
     }
   }
-  const LongSequence l = list[i];
-  const PlannedSequence s = list.sequences.Get(l.index);
-  ManyTile tile = {};
-  tile.index = l.index, tile.s = s;
-  const int last_tile = ManyTiles(p, l.role, l.num_queries) - 1;
-  tile.first_query = (last_tile - (n - l.first_tile)) * p.many_q_tile_tokens;
-  const int last_query = min(tile.first_query + p.many_q_tile_tokens, s.num_queries) - 1;
-  const KeyRange keys = VisibleKeys(s, p.window, tile.first_query, last_query);
-  tile.begin = keys.begin, tile.end = keys.end;
-  return tile;
+  const LongSequence l = list.Get(i);
+  const int tokens = p.many.q_tile_tokens;
+  const int tile = ManyTiles(l.role, l.num_queries, tokens) - 1 - (n - l.first_tile);
+  return ManyTileOf(list.sequences.Get(l.index), l.index, p.window, tile * tokens, tokens);
 }
 
-// Lists the `count` q tiles of many queries, the most expensive first.
-__device__ void ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int count,
-                         ManyTile* tiles) {
-  const bool sorted = count <= kMaxSorted;
+// Lists the parts of the `count` q tiles of many queries, the most expensive first. Returns how
+// many they are.
+__device__ int ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int count,
+                        ManyTile* tiles) {
+  const bool sorted = count <= kMaxSorted, few = count <= kMaxPartials;
+  int parts = 1;
 #pragma unroll 1
-  for (int pass = sorted ? 0 : 1; pass < 2; ++pass) {  // finds the costs, writes
+  for (int pass = sorted ? 0 : 2; pass < 3; ++pass) {  // finds the costs, sorts them, writes
+    if (pass == 1 && !few) continue;
 #pragma unroll 1
     for (int n = threadIdx.x; n < count; n += NumThreads()) {
-      const ManyTile tile = ManyTileAt(p, list, n);
+      const int k = pass > 0 && sorted ? RankByCost(shared.cost, count, n) : n;
+      if (pass == 1) {
+        shared.sorted_cost[k] = shared.cost[n];
+        continue;
+      }
+      ManyTile tile = ManyTileAt(p, list, n);
       if (pass == 0) {
-        shared.cost[n] = max(tile.end - tile.begin, 0);
-      } else {
-        tiles[sorted ? RankByCost(shared.cost, count, n) : n] = tile;
+        shared.cost[n] = KvTilesOf(tile, p.many.kv_tile_keys);
+        continue;
+      }
+      const ManyTile whole = tile;
+      for (int part = 0; part < parts; ++part) {
+        tile = whole;
+        TakePart(p.many.kv_tile_keys, k, part, parts, &tile);
+        tiles[k * parts + part] = tile;
       }
     }
     __syncthreads();
+    if (pass == 1) parts = ChooseManyParts(p.many, shared.sorted_cost, count, shared.cost_of_parts);
   }
+  return count * parts;
 }
 
 // Fills in token_sequence for the long sequences.
@@ -312,18 +247,7 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
       s.num_queries =
           grows ? At(index.cu_seqlens_q, i + 1) - s.first_query : sequences.plan[i].num_queries;
       if (ReadKeys(index, i, &s) && s.num_queries > 0) {
-        const int64_t rows = int64_t{s.num_queries} * p.group_size;
-        const KeyRange keys = SetKvTiles(p.window, &s);
-        if (keys.begin >= keys.end) {
-          s.role = kIdle;
-        } else if (p.all_few || (p.use_few && rows <= MaxFewRows(p.group_size)) ||
-                   (p.few_chunks && IsFewChunk(s.num_queries, keys.end - keys.begin))) {
-          s.role = kFew;
-        } else if (p.use_many && s.num_queries >= kMinManyQueries) {
-          s.role = kMany;
-        } else {
-          s.role = p.few_takes_rest ? kFew : kRest;
-        }
+        s.role = RoleOf(p.roles, p.group_size, s, SetKvTiles(p.window, &s));
         is_long = s.num_queries > kMinLong;
         if (!is_long) {
           const int mark = MarkOf(s.role, i);
@@ -398,8 +322,8 @@ __device__ int CountMany(const PlanProblem& p, Scan& scan, const LongList& long_
     const int n = n0 + thread;
     int tiles = 0;
     if (n < long_list.size) {
-      const LongSequence l = long_list[n];
-      tiles = ManyTiles(p, l.role, l.num_queries);
+      const LongSequence l = long_list.Get(n);
+      tiles = ManyTiles(l.role, l.num_queries, p.many.q_tile_tokens);
     }
     const int before = scan.Exclusive(tiles, &total);
     if (n < long_list.size) long_list.SetFirstTile(n, num_many + before);
@@ -433,23 +357,25 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   if (long_list.size > 0) {
     __syncthreads();
     MarkLong(long_list, token_sequence);
-    if (p.use_many && !p.all_few && index.block_table.data) CheckTables(p, long_list);
+    if (p.roles.use_many && !p.roles.all_few && index.block_table.data) {
+      CheckTables(p.roles, index.block_table, long_list);
+    }
   }
-  if (p.use_few) {
+  if (p.roles.use_few) {
     const int num_steps = CountFew(p, scan, sequences, few_starts, &shared.least_few_share);
     if (thread == 0) p.plan[PlanLayout::kTotals + kFew] = num_steps;
     ListFew(p, sequences, few_starts, num_steps, shared.least_few_share,
             reinterpret_cast<FewBlock*>(p.plan + layout.few_blocks()));
   }
-  if (p.all_few) return;
+  if (p.roles.all_few) return;
 
-  const int num_many = CountMany(p, scan, long_list);
-  if (thread == 0) p.plan[PlanLayout::kTotals + kMany] = num_many;
+  int num_many = CountMany(p, scan, long_list);
   if (num_many > 0) {
     __syncthreads();
-    ListMany(p, shared, long_list, num_many, many_tiles);
+    num_many = ListMany(p, shared, long_list, num_many, many_tiles);
   }
-  if (p.few_takes_rest) return;
+  if (thread == 0) p.plan[PlanLayout::kTotals + kMany] = num_many;
+  if (p.roles.few_takes_rest) return;
   // few_starts may lie in the same place.
   __syncthreads();
   const int num_rest = CountRest(p, scan, sequences, rest_starts);

@@ -39,10 +39,9 @@ inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
   return group_size > 64 ? group_size : 64;
 }
 
-// Whether a sequence with more queries than that is faster with the engine for few queries, where
-// that takes 64 rows at a time: there are too few of its larger q tiles for all multiprocessors.
+// Whether a sequence with more rows than that is faster with the engine for few queries.
 inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys) {
-  return num_queries < kMinManyQueries ? num_keys >= 256 : num_queries <= 128 && num_keys >= 4096;
+  return num_queries < kMinManyQueries && num_keys >= 256;
 }
 
 // A sequence, and what the plan adds.
@@ -54,11 +53,14 @@ struct alignas(16) PlannedSequence : Sequence {
   int32_t unused[2];
 };
 
-// A q tile of the engine for many queries. The plan writes it; head and kv_head are the engine's.
-struct alignas(16) ManyTile {
+// A part of a q tile of the engine for many queries, usually the only one: see many_parts.cuh. The
+// plan writes it; head and kv_head are the engine's.
+struct ManyTile {
   int32_t index, head, kv_head;
-  int32_t first_query;  // in the sequence
-  int32_t begin, end;   // the keys that any of its queries sees
+  int32_t first_query;      // in the sequence
+  int32_t begin, end;       // the part's keys, of those that any of its queries sees
+  uint8_t part, num_parts;  // num_parts 0: there is nothing to do
+  uint16_t partial;         // the place of the part's result, unless it is the last part
   Sequence s;
 };
 
@@ -84,12 +86,25 @@ struct alignas(16) FewBlock {
   PlannedSequence sequence;
 };
 
+// What decides how the q tiles of many queries are listed.
+struct ManyShape {
+  int32_t q_tile_tokens;  // query tokens of a q tile
+  int32_t kv_tile_keys;
+  int32_t num_heads;
+  int32_t num_blocks;  // thread blocks
+  bool divides;        // the keys of q tiles may be divided: see many_parts.cuh
+};
+
+// The most partial results of q tiles of many queries, of all heads together.
+constexpr int kMaxPartials = 264;
+
 // The most thread blocks of all KV heads together, which bounds the workspace. (With more KV heads
 // than this, each has one block, and there are no partial results.)
 constexpr int kMaxFewBlocks = 512;
 
-// Of so many sequences an engine for few queries can make the plan itself.
-constexpr int kMaxOwnSequences = 128;
+// Of so many sequences, and q tiles of many queries, the Hopper engines can make the plan
+// themselves: see own_plan.cuh. A thread block of wide takes so many rounds then, at most.
+constexpr int kMaxOwnSequences = 128, kMaxOwnTiles = 512, kMaxOwnRounds = 64;
 
 // Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
 struct PlanLayout {
@@ -99,8 +114,13 @@ struct PlanLayout {
   __host__ __device__ PlanLayout(int64_t sequences, int64_t tokens, bool slots)
       : num_sequences(static_cast<int32_t>(sequences)),
         num_tokens(static_cast<int32_t>(tokens)),
-        num_many(static_cast<int32_t>(tokens / kManyQTileTokens + sequences)),
+        num_many(static_cast<int32_t>(MaxManyTiles(sequences, tokens)) + kMaxPartials),
         has_slots(slots) {}
+
+  // The most q tiles of many queries.
+  __host__ __device__ static int64_t MaxManyTiles(int64_t sequences, int64_t tokens) {
+    return tokens / kManyQTileTokens + sequences;
+  }
 
   // Word r is the length of role r's list; few: of the list of all steps.
   static constexpr int64_t kTotals = 0, kTotalWords = 8;
@@ -116,7 +136,7 @@ struct PlanLayout {
   }
   // The sequences that several threads of the plan kernel share [S]
   __host__ __device__ int64_t long_list() const { return rest_starts() + num_sequences + 1; }
-  // many: the q tiles, the most expensive first [num_many]
+  // many: the parts of q tiles, the most expensive q tiles first [num_many]
   __host__ __device__ int64_t many_tiles() const {
     return (long_list() + num_sequences + 3) / 4 * 4;
   }
@@ -152,21 +172,26 @@ struct PlanView {
         num_sequences(layout.num_sequences) {}
 };
 
+// What decides the role of a sequence, beside its lengths.
+struct RoleRules {
+  bool use_few;         // the role kFew has an engine of its own
+  bool all_few;         // and every sequence has few queries
+  bool few_chunks;      // it also takes chunks of queries that see many keys: see IsFewChunk
+  bool few_takes_rest;  // and what would be kRest
+  bool use_many;        // the role kMany has an engine of its own
+};
+
 // What a plan is made from.
 struct PlanProblem {
   IndexTensors index;
   Window window;
   int32_t group_size;
-  bool use_few;         // the role kFew has an engine of its own
-  bool all_few;         // and every sequence has few queries
-  bool few_chunks;      // it also takes chunks of queries that see many keys: see IsFewChunk
-  bool few_takes_rest;  // and what would be kRest
-  bool few_combines;    // its thread blocks combine what they computed
-  bool use_many;        // the role kMany has an engine of its own
+  RoleRules roles;
+  bool few_combines;  // the thread blocks of the engine for few queries combine what they computed
   bool want_slots;
-  int32_t num_few_blocks;      // per KV head
-  int32_t few_q_tile_rows;     // rows of a q tile of few queries
-  int32_t many_q_tile_tokens;  // query tokens of a q tile of many queries
+  int32_t num_few_blocks;   // per KV head
+  int32_t few_q_tile_rows;  // rows of a q tile of few queries
+  ManyShape many;
   int32_t* plan;
 
   __host__ __device__ PlanLayout layout() const {

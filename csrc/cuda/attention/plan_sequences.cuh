@@ -1,5 +1,5 @@
-// What makes a plan of index tensors, sequence by sequence. plan.cu makes whole plans;
-// swap_plan.cuh makes what decode needs of one, within its engine.
+// What makes a plan of index tensors, sequence by sequence. plan.cu makes whole plans; own_plan.cuh
+// makes what an engine needs of one, within the engine.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_SEQUENCES_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_PLAN_SEQUENCES_CUH_
 
@@ -46,6 +46,107 @@ __device__ inline KeyRange SetKvTiles(const Window& window, PlannedSequence* s) 
   return keys;
 }
 
+// The role of a sequence whose queries see `keys`.
+__device__ inline Role RoleOf(const RoleRules& rules, int group_size, const Sequence& s,
+                              const KeyRange& keys) {
+  if (keys.begin >= keys.end) return kIdle;
+  const int64_t rows = int64_t{s.num_queries} * group_size;
+  if (rules.all_few || (rules.use_few && rows <= MaxFewRows(group_size)) ||
+      (rules.few_chunks && IsFewChunk(s.num_queries, keys.end - keys.begin))) {
+    return kFew;
+  }
+  if (rules.use_many && s.num_queries >= kMinManyQueries) return kMany;
+  return rules.few_takes_rest ? kFew : kRest;
+}
+
+// Lanes of a warp that share a sequence: so many that all of these fit the threads of the block, if
+// they can.
+struct Lanes {
+  int count;
+
+  __device__ explicit Lanes(int num_sequences) : count(32) {
+    const int threads = static_cast<int>(blockDim.x);
+    while (count > 1 && num_sequences * count > threads) count /= 2;
+  }
+  __device__ int group() const { return threadIdx.x / count; }
+  __device__ int num_groups() const { return blockDim.x / count; }
+  __device__ int lane() const { return threadIdx.x % count; }
+  // Whether x holds in any lane of the group.
+  __device__ bool Any(bool x) const {
+    const unsigned group = (count == 32 ? kAllLanes : (1u << count) - 1)
+                           << (threadIdx.x & 31) / count * count;
+    return __any_sync(group, x);
+  }
+};
+
+// Whether the table has an unsound page among a sequence's first `pages`; this thread looks at
+// pages first, first + step, ...
+__device__ inline bool HasUnsoundPage(const BlockTable& table, int index, unsigned pages,
+                                      unsigned first, unsigned step) {
+  constexpr int kAtOnce = 8;  // loads that overlap
+  bool unsound = false;
+#pragma unroll 1
+  for (unsigned base = first; base < pages; base += kAtOnce * step) {
+    int block[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const unsigned page = base + i * step;
+      block[i] = page < pages ? Entry(table, index, static_cast<int>(page)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) unsound |= !IsSound(table, block[i]);
+  }
+  return unsound;
+}
+
+// The engine for many queries does not check page numbers: a sequence with an unsound page gets
+// another role. (The cache has pages; without any, the engine does not serve the call.)
+// list: its size, SetRole(n, role), and Get(n) with the index, num_keys and role of a sequence. All
+// threads of the block must call it.
+template <typename List>
+__device__ void CheckTables(const RoleRules& rules, const BlockTable& table, const List& list) {
+  constexpr int kMaxOfLane = 128;  // lanes check a sequence of so many pages each, else all threads
+  const Role other = rules.few_takes_rest ? kFew : kRest;
+  auto pages_of = [&](const auto& s) {
+    return s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
+  };
+  bool more = false;
+  const Lanes lanes(list.size);
+#pragma unroll 1
+  for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
+    const auto s = list.Get(n);
+    const int pages = pages_of(s);
+    if (pages > kMaxOfLane * lanes.count) {
+      more = true;
+    } else if (lanes.Any(HasUnsoundPage(table, s.index, pages, lanes.lane(), lanes.count))) {
+      if (lanes.lane() == 0) list.SetRole(n, other);
+    }
+  }
+  if (!__syncthreads_or(more)) return;
+#pragma unroll 1
+  for (int n = 0; n < list.size; ++n) {
+    const auto s = list.Get(n);
+    const int pages = pages_of(s);
+    if (pages <= kMaxOfLane * lanes.count) continue;
+    const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, blockDim.x);
+    if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, other);
+  }
+  __syncthreads();
+}
+
+// The q tiles of many queries that a sequence has.
+__device__ inline int ManyTiles(int role, int num_queries, int q_tile_tokens) {
+  return role == kMany ? (num_queries + q_tile_tokens - 1) / q_tile_tokens : 0;
+}
+
+// The q tile of many queries that begins with query first_query of sequence `index`.
+__device__ inline ManyTile ManyTileOf(const Sequence& s, int index, const Window& window,
+                                      int first_query, int q_tile_tokens) {
+  const int last_query = min(first_query + q_tile_tokens, s.num_queries) - 1;
+  const KeyRange keys = VisibleKeys(s, window, first_query, last_query);
+  return {index, 0, 0, first_query, keys.begin, keys.end, 0, 1, 0, s};
+}
+
 // The steps of few queries that a sequence has.
 __device__ inline int FewSteps(const PlannedSequence& s, int group_size, int q_tile_rows) {
   if (s.role != kFew) return 0;
@@ -60,12 +161,14 @@ __device__ inline int RoughQuotient(int a, int b) {
 
 // The fewest steps that a thread block should get of a sequence, where one block combines what
 // several computed of a q tile: fewer steps are sooner done, but leave more to combine. On an H200
-// a step takes 57 times as long as combining a part of a row.
+// a step takes 57 times as long as combining a part of a row. Large q tiles take longer, and twice
+// as many warps combine them.
 __device__ inline int LeastFewShare(const PlannedSequence& s, int group_size, int q_tile_rows) {
   if (s.role != kFew) return 0;
   const int64_t rows = int64_t{s.num_queries} * group_size;
   const float rows_of_tile = static_cast<float>(rows < q_tile_rows ? rows : q_tile_rows);
-  return static_cast<int>(sqrtf(static_cast<float>(s.num_kv_tiles) * rows_of_tile / 57.f));
+  const float ratio = q_tile_rows > kSwapMidRows ? 200.f : 57.f;
+  return static_cast<int>(sqrtf(static_cast<float>(s.num_kv_tiles) * rows_of_tile / ratio));
 }
 
 // How many of the `total` steps of few queries a thread block gets: an equal share, but not fewer

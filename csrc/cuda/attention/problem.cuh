@@ -83,9 +83,12 @@ struct Problem {
   const void* sinks;  // [Hq], may be null
   int64_t sinks_stride;
   PlanView plan;
-  // few: the engine makes the plan itself, from these, and `plan` is not there.
+  // The engines make the plan themselves, from these, and `plan` is not there: see own_plan.cuh.
   bool makes_plan;
   IndexTensors index;
+  RoleRules roles;
+  // few: the engine starts while the one for many queries, launched before, still runs.
+  bool few_follows;
 
   // The keys that at least one of queries [first, last] of a sequence sees.
   __device__ KeyRange Visible(const Sequence& s, int first, int last) const {

@@ -39,16 +39,16 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   }
   const bool whole = segment == at.tile_start && segment_end == at.tile_end;
   const bool back = segment != block.begin;
-  if (idle) return;
-  tile.End();
-  if (whole) {
-    tile.Store(w, at, kv_head);
-  } else {
-    tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
-    // The last part needs no flag: its own block combines.
-    if (S::kCombines && segment_end < at.tile_end) {
-      SetFlag(workspace.flag(kv_head, blockIdx.y, back), w.tag);
-    }
+  if (!idle) {
+    tile.End();
+    whole
+        ? tile.Store(w, at, kv_head)
+        : tile.StorePartial(w.p, at, workspace.shape, workspace.partial(kv_head, blockIdx.y, back));
+  }
+  // The last part needs no flag: its own block combines.
+  if (segment_end < at.tile_end) {
+    SyncNamed(kSwapConsumers, S::kConsumerThreads);
+    if (threadIdx.x == 0) SetFlag(workspace.flag(kv_head, blockIdx.y, back), w.tag);
   }
 }
 
@@ -58,13 +58,11 @@ __device__ SplitTile SwapConsume(const SwapProblem& w, const SwapShared<S>& shar
                                  const SplitWorkspace& workspace, const PlannedSequence* sequences,
                                  const FewBlock& block, int kv_head, int warp) {
   Cursor at(w.p, sequences, block);
-  SplitTile ended = {};
-  if constexpr (S::kCombines) ended = at.Ended(blockIdx.y);
+  const SplitTile ended = at.Ended(blockIdx.y);
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   while (true) {  // q tiles
-    const int segment = at.step;
     const int rows = at.sequence.num_queries * w.p.group_size - at.first_row;
     auto compute = [&](auto count) {
       ComputeTile<S, decltype(count)::value>(w, shared, workspace, block, kv_head, warp, at, stage,
@@ -80,12 +78,7 @@ __device__ SplitTile SwapConsume(const SwapProblem& w, const SwapShared<S>& shar
       rows <= 64 ? compute(std::integral_constant<int, 32>{})
                  : compute(std::integral_constant<int, S::kGroupRows>{});
     }
-    if (at.step == at.end) {
-      if (!S::kCombines && threadIdx.x == 0) {
-        workspace.tile(kv_head, blockIdx.y) = at.Begun(blockIdx.y, segment, block.begin);
-      }
-      return ended;
-    }
+    if (at.step == at.end) return ended;
     --at.step;
     at.Next(w.p);
   }
@@ -107,11 +100,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     shared.InitBarriers();
   }
   __syncthreads();
-  WaitForPrevious();
+  if (!w.p.few_follows) WaitForPrevious();
   const PlannedSequence* sequences = w.p.plan.sequences;
   const FewBlock* few_block = &w.p.plan.few_blocks[blockIdx.y];
-  if (S::kCombines && w.p.makes_plan) {
-    OwnPlan* plan = shared.plan();
+  OwnPlan* plan = shared.plan();
+  if (w.p.makes_plan) {
     MakeOwnPlan<S::kMaxRows>(w.p, plan, blockIdx.y);
     sequences = plan->sequences, few_block = &plan->block;
   }
@@ -121,21 +114,23 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
     if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
-    if constexpr (S::kCombines) {
+    if (warp == S::kThreads / 32 - 1) {
       const int first = blockIdx.y * gridDim.x + kv_head, count = gridDim.x * gridDim.y;
-      if (w.p.makes_plan) {
-        StoreIdleTokens(w.p, sequences, first, count);
-      } else {
+      if (!w.p.makes_plan) {
         StoreIdleTokens(w.p, first, count);
+      } else if (!plan->serves_all) {
+        StoreIdleTokens(w.p, sequences, first, count);
       }
-    } else if (!works && threadIdx.x == S::kConsumerThreads) {
-      workspace.tile(kv_head, blockIdx.y).num_parts = 0;
     }
-  } else if (works) {
+  } else {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
-    ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
+    if (works) ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
   }
-  if constexpr (S::kCombines) CombineParts(w, shared, workspace, kv_head, warp, ended);
+  // Warps that gave up registers do not have enough for it.
+  if (works && (!S::kMoveRegisters || warp < S::kConsumerWarps)) {
+    CombineParts(w, shared, workspace, kv_head, warp, ended);
+  }
+  if (w.p.few_follows) WaitForPrevious();
 #endif
 }
 

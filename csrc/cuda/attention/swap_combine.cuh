@@ -1,39 +1,22 @@
 // How swap's blocks combine their partial results without another kernel: the block that has a q
 // tile's last part waits for the others and combines.
 //
-// Each partial result has a flag in the workspace, which nobody cleared before the call: a flag is
-// set if it holds the call's tag, a random number of 64 bits. It is cleared when it was seen, so
-// that the same call may run again, as in a CUDA graph. A block waits when all of its steps are
-// done, for blocks that start before it and wait for none after them.
+// Each partial result has a flag in the workspace. A block waits when all of its steps are done,
+// for blocks that start before it and wait for none after them.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_CUH_
 
 #include "cuda/attention/combine.cuh"
+#include "cuda/attention/flag.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
 namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Says that the warpgroup has stored a partial result. All of its threads must call it.
-__device__ inline void SetFlag(uint64_t* flag, uint64_t tag) {
-  SyncNamed(SwapBarrier(0), kWarpgroupThreads);
-  if (threadIdx.x == 0) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(tag) : "memory");
-  }
-}
-
-__device__ inline void AwaitFlag(uint64_t* flag, uint64_t tag) {
-  uint64_t now;
-  do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(flag) : "memory");
-  } while (now != tag);
-  *flag = 0;
-}
-
-// Combines the q tile whose last part is this block's, if there is one. The warpgroup must call it
-// after it stored that part. The parts come into shared memory, where the keys were: a warp has a
-// share of that, and every fourth row.
+// Combines the q tile whose last part is this block's, if there is one. The consumer warps must
+// call it after they stored that part. The parts come into shared memory, where the keys were: a
+// warp has a share of that, and takes rows in turn with the others.
 //
 // This is short, and warps without work call it, too, and go the same way without a part. So the
 // instructions are there when they are needed: where other kernels ran since the last call, they
@@ -46,16 +29,17 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
   // A slot has a part of a row: the values, and the four neighbouring rows' largest scores and
   // sums.
   constexpr int kValueBytes = S::kDims * 4, kSumBytes = 32;
-  constexpr int kRoom = S::kStages * S::kStageBytes / kSwapGroupWarps;
+  constexpr int kWarps = S::kConsumerWarps;
+  constexpr int kRoom = S::kStages * S::kStageBytes / kWarps;
   constexpr int kSlots = kRoom / (kValueBytes + kSumBytes);
   static_assert(kSlots > 0);
   const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
   const int first_block = static_cast<int>(blockIdx.y) - num_parts + 1;
   if (num_parts > 0) {
-    for (int n = threadIdx.x; n < num_parts - 1; n += kWarpgroupThreads) {
+    for (int n = threadIdx.x; n < num_parts - 1; n += S::kConsumerThreads) {
       AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
     }
-    SyncNamed(SwapBarrier(0), kWarpgroupThreads);
+    SyncNamed(kSwapConsumers, S::kConsumerThreads);
   }
   const int rows = min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows);
   if (num_parts > 0 && warp >= rows) return;
@@ -70,7 +54,7 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
   int row = warp;
 #pragma unroll 1
   do {
-    const int num_rows = min((rows - row + kSwapGroupWarps - 1) / kSwapGroupWarps, most_rows);
+    const int num_rows = min((rows - row + kWarps - 1) / kWarps, most_rows);
     int base = 0;
 #pragma unroll 1
     do {
@@ -78,7 +62,7 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
       int i = 0;
 #pragma unroll 1
       do {  // copies the parts of a row
-        const int r = row + i * kSwapGroupWarps, first = i * count;
+        const int r = row + i * kWarps, first = i * count;
         if (lane < count) {
           const float* from = part(base + lane) + r / 4 * 4;
           const uint32_t to = sums + (first + lane) * kSumBytes;
@@ -103,7 +87,7 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
       i = 0;
 #pragma unroll 1
       do {  // adds them
-        const int r = row + i * kSwapGroupWarps, first = i * count;
+        const int r = row + i * kWarps, first = i * count;
         if (base == 0) combined = Row();
         float part_max = -INFINITY, part_sum = 0.f;
         if (lane < count) {
@@ -127,7 +111,7 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
       __syncwarp();
       base += count;
     } while (base < num_parts);
-  } while ((row += most_rows * kSwapGroupWarps) < rows);
+  } while ((row += most_rows * kWarps) < rows);
 }
 
 #endif  // FLASHXLA_HOPPER

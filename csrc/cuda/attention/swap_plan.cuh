@@ -1,10 +1,10 @@
-// The plan of a call of few sequences, all with few queries: each thread block of swap makes what
-// it needs of it, so that no other kernel has to come first.
+// The plan that swap makes itself (own_plan.cuh): a thread block's steps, and the tokens that no
+// engine computes.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_PLAN_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_PLAN_CUH_
 
 #include "cuda/attention/combine.cuh"
-#include "cuda/attention/plan_sequences.cuh"
+#include "cuda/attention/own_plan.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
 namespace flashxla::attention {
@@ -12,45 +12,24 @@ namespace flashxla::attention {
 #if defined(FLASHXLA_HOPPER)
 
 // Makes the plan in shared memory, with the steps of thread block `block`. The threads of the block
-// must call it together, and are at least as many as there are sequences: each has one.
+// must call it together.
 template <int kQTileRows>
 __device__ void MakeOwnPlan(const Problem& p, OwnPlan* plan, int block) {
-  const IndexTensors& index = p.index;
-  const int i = threadIdx.x, warp = i / 32, num_sequences = NumSequences(index);
-  PlannedSequence s = {};
-  bool grows = true, has_keys = false;
-  if (i < num_sequences) {
-    const int begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
-    has_keys = ReadKeys(index, i, &s);
-    grows = AreQueries(index, begin, end);
-    s.first_query = begin, s.num_queries = end - begin;
-  }
-  if (!__syncthreads_and(grows)) {
-    if (i < 32) ReadUnsoundQueries(index, num_sequences, plan->sequences);
-    __syncthreads();
-    if (i < num_sequences) s.num_queries = plan->sequences[i].num_queries;
-  }
-  if (has_keys && s.num_queries > 0) {
-    const KeyRange keys = SetKvTiles(p.window, &s);
-    s.role = keys.begin < keys.end ? kFew : kIdle;
-  } else {
-    s = {};
-  }
+  const int i = threadIdx.x, warp = i / 32;
+  const PlannedSequence s = ReadOwnSequences(p, plan->sequences);
   const int steps = FewSteps(s, p.group_size, kQTileRows);
-  int end = InclusiveSum(steps), total = 0, least = 0;
-  if (i < index.num_sequences) plan->sequences[i] = s;
   if (i == 0) plan->first_steps = steps;
-  if (i % 32 == 31) plan->warp_steps[warp] = end;
   const unsigned least_share = LeastFewShare(s, p.group_size, kQTileRows);
-  plan->warp_least[warp] = __reduce_max_sync(kAllLanes, least_share);
-  __syncthreads();
+  const unsigned of_warp = __reduce_max_sync(kAllLanes, least_share);
+  const unsigned tokens = __reduce_add_sync(kAllLanes, s.role == kIdle ? 0 : s.num_queries);
+  if (warp < kOwnPlanWarps) plan->warp_least[warp] = of_warp, plan->warp_tokens[warp] = tokens;
+  int end = InclusiveSum(steps), least = 0, served = 0;
+  const int total = SumOverSequences(&end, plan->warp_steps);
 #pragma unroll
-  for (int other = 0; other < kMaxOwnSequences / 32; ++other) {
-    const int of_warp = plan->warp_steps[other];
-    total += of_warp;
-    if (other < warp) end += of_warp;
-    least = max(least, plan->warp_least[other]);
+  for (int other = 0; other < kOwnPlanWarps; ++other) {
+    least = max(least, plan->warp_least[other]), served += plan->warp_tokens[other];
   }
+  if (i == 0) plan->serves_all = served == p.num_tokens;
   const int start = end - steps;
   const bool is_padding = start == total;
   const bool alike = __syncthreads_and(is_padding || steps == plan->first_steps);

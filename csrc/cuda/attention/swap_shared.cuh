@@ -7,6 +7,7 @@
 
 #include "cuda/attention/hopper.cuh"
 #include "cuda/attention/mma.cuh"
+#include "cuda/attention/own_plan.cuh"
 #include "cuda/attention/split.cuh"
 #include "cuda/attention/warp.cuh"
 #include "cuda/fast_divide.h"
@@ -40,11 +41,12 @@ struct SwapRows {
 
 // What a block keeps of a plan that the engine makes itself.
 struct OwnPlan {
-  static constexpr int kWarps = kMaxOwnSequences / 32 + 1;
   PlannedSequence sequences[kMaxOwnSequences];
-  FewBlock block;                                  // its steps
-  int32_t first_steps;                             // of the first sequence
-  int32_t warp_steps[kWarps], warp_least[kWarps];  // of the sequences of each warp
+  FewBlock block;       // its steps
+  int32_t first_steps;  // of the first sequence
+  bool serves_all;      // each token belongs to a sequence that sees keys
+  // Of the sequences of each warp.
+  int32_t warp_steps[kOwnPlanWarps], warp_least[kOwnPlanWarps], warp_tokens[kOwnPlanWarps];
 };
 
 // Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
@@ -66,9 +68,6 @@ struct SwapShape {
   // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
   static constexpr bool kMoveRegisters = kGroups > 1;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  // Blocks combine the partial results of few rows themselves, and write the tokens that see no
-  // key. Where rows are many, more warps do that: see combine.cuh.
-  static constexpr bool kCombines = kGroups == 1;
   static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
   static constexpr int kRowBytes = 128;
   static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
@@ -81,11 +80,10 @@ struct SwapShape {
   using Rows = SwapRows<kGroupRows>;
   static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
   static constexpr int kMaxStages = 6;
-  static constexpr int kPlanBytes = kCombines ? int{sizeof(OwnPlan)} : 0;
   // Three barriers and a mask for each stage; 1 KB to align the stages.
   static constexpr int kFixedBytes = 1024 +
                                      kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) +
-                                     4 * 8 * kMaxStages + kPlanBytes;
+                                     4 * 8 * kMaxStages + int{sizeof(OwnPlan)};
   static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
   static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;

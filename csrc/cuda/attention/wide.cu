@@ -3,16 +3,20 @@
 // (wide_gather.cuh), and convert fp8 keys (wide_fp8.cuh). Two or three consumer
 // warpgroups, of 64 query tokens each, multiply: they overlap the scores of the next kv tile with
 // the softmax and values of the last.
+#include <algorithm>
+
 #include "common/tensor_view.h"
-#include "cuda/attention/combine.cuh"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/flag.cuh"
 #include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/attention/warp.cuh"
 #include "cuda/attention/wide_fp8.cuh"
 #include "cuda/attention/wide_gather.cuh"
 #include "cuda/attention/wide_load.cuh"
+#include "cuda/attention/wide_plan.cuh"
+#include "cuda/call_tag.h"
 
 namespace flashxla::attention {
 namespace {
@@ -217,6 +221,72 @@ __device__ void StoreRows(const Problem& p, const ManyTile& tile, int row0, cons
   }
 }
 
+// Results of parts of a q tile, as a warpgroup has them in its registers.
+template <typename S, int kDims>
+struct WideParts {
+  const WideProblem& w;
+  int first, each;  // where those of part 0 are, and from one part to the next
+
+  __device__ WideParts(const WideProblem& problem, const ManyTile& tile, int group)
+      : w(problem),
+        first(((tile.partial - tile.part) * w.p.num_heads + tile.head) * S::kConsumers + group),
+        each(w.p.num_heads * S::kConsumers) {}
+
+  // Writes the result of this part.
+  __device__ void Store(int part, int barrier, const RowState& rows,
+                        const float (&out)[kDims / 2]) const {
+    float4* to = Vectors(part);
+#pragma unroll
+    for (int i = 0; i < kDims / 8; ++i) {
+      const float* x = &out[i * 4];
+      to[i * kWarpgroupThreads] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    to[kDims / 8 * kWarpgroupThreads] =
+        make_float4(rows.row_max[0], rows.row_max[1], rows.row_sum[0], rows.row_sum[1]);
+    SyncNamed(barrier, kWarpgroupThreads);
+    if (thread() == 0) SetFlag(Flag(part), w.tag);
+  }
+
+  // Adds the results of the `count` other parts to that of the last one. scale: see ScoreRule.
+  __device__ void Add(int count, int barrier, float scale, RowState& rows,
+                      float (&out)[kDims / 2]) const {
+    if (thread() < count) AwaitFlag(Flag(thread()), w.tag);
+    SyncNamed(barrier, kWarpgroupThreads);
+#pragma unroll 1
+    for (int part = 0; part < count; ++part) {
+      // Past L1, where another block's results may be missing.
+      const float4* from = Vectors(part);
+      const float4 ends = __ldcg(&from[kDims / 8 * kWarpgroupThreads]);
+      const float other_max[2] = {ends.x, ends.y}, other_sum[2] = {ends.z, ends.w};
+      float own[2], other[2];  // factors
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float row_max = fmaxf(rows.row_max[r], other_max[r]);
+        const float base = row_max == -INFINITY ? 0.f : row_max * scale;
+        own[r] = Exp2(rows.row_max[r] * scale - base), other[r] = Exp2(other_max[r] * scale - base);
+        rows.row_max[r] = row_max;
+        rows.row_sum[r] = rows.row_sum[r] * own[r] + other_sum[r] * other[r];
+      }
+#pragma unroll
+      for (int i = 0; i < kDims / 8; ++i) {
+        const float4 x = __ldcg(&from[i * kWarpgroupThreads]);
+        float* to = &out[i * 4];
+        to[0] = to[0] * own[0] + x.x * other[0], to[1] = to[1] * own[0] + x.y * other[0];
+        to[2] = to[2] * own[1] + x.z * other[1], to[3] = to[3] * own[1] + x.w * other[1];
+      }
+    }
+  }
+
+ private:
+  __device__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
+  __device__ uint64_t* Flag(int part) const { return w.flags + first + part * each; }
+  // This thread's.
+  __device__ float4* Vectors(int part) const {
+    const int64_t place = first + part * each;
+    return w.partials + place * S::kPartialVectors * kWarpgroupThreads + thread();
+  }
+};
+
 // Flips the signs of 16 bytes in shared memory.
 template <uint32_t kSigns>
 __device__ void NegateVector(uint32_t at) {
@@ -245,7 +315,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr bool kOverlap = !kTurns && S::kDirect;
   // Asks first whether sums are to be scaled at all.
   constexpr bool kAsks = kOverlap || S::kFp8;
-  constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kNegateBarrier = 4;
+  constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
@@ -359,15 +429,22 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
                              (group * kVectors + i % kVectors) * 16);
       }
       FenceProxy();
-      SyncNamed(kNegateBarrier + group, kWarpgroupThreads);
+      SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
     }
-    if constexpr (S::kConsumers > 2) {
-      // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them.
-      const int group_query = tile.first_query + group * 64;
-      const int last_query = min(group_query + 63, s.num_queries - 1);
-      const int end = group_query < s.num_queries ? p.Visible(s, last_query).end : 0;
+    const int group_query = tile.first_query + group * 64;
+    // A warpgroup without rows. Where q tiles are short and many, that is not worth the question.
+    const bool idle = (S::kConsumers > 2 || S::kDivides) && group_query >= s.num_queries;
+    if constexpr (S::kConsumers > 2 || S::kDivides) {
+      // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them, and
+      // passes its turn on. Those that take turns do so only where they have no rows at all.
+      int end = idle ? 0 : tile.end;
+      if (!kTurns && !idle) end = p.Visible(s, min(group_query + 63, s.num_queries - 1)).end;
       for (; n >= first && n * kKeys >= end; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
+        if (kTurns) {
+          SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
+          ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
+        }
         Release(shared.keys_empty(keys.stage));
         keys.Next();
         wait_values(n);
@@ -423,7 +500,15 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     queries.Next();
 
     tile = tiles.Read();
-    StoreRows<Out, kDims, kLift>(p, tile, row0, rows, rule.template rest<S::kAlibi>(), out);
+    const float scale = rule.template rest<S::kAlibi>();
+    if constexpr (S::kDivides) {
+      if (idle) continue;
+      const WideParts<S, kDims> parts(w, tile, group);
+      if (tile.part + 1 < tile.num_parts) parts.Store(tile.part, kGroupBarrier + group, rows, out);
+      if (tile.part + 1 != tile.num_parts) continue;
+      if (tile.part > 0) parts.Add(tile.part, kGroupBarrier + group, scale, rows, out);
+    }
+    StoreRows<Out, kDims, kLift>(p, tile, row0, rows, scale, out);
   }
 }
 
@@ -432,33 +517,37 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 // Product: what the products of queries and keys take; it is Out but for e4m3.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
 __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads, 1)
-    WideKernel(const __grid_constant__ WideProblem w, const SplitWorkspace workspace) {
+    WideKernel(const __grid_constant__ WideProblem w) {
 #if defined(FLASHXLA_HOPPER)
   using S = WideShape<kDims, kKeyKind, kScores>;
   extern __shared__ char memory[];
   const WideShared<S> shared(memory);
-  TriggerNext();
-  WaitForPrevious();
-  const bool works = static_cast<int>(blockIdx.x) < w.p.plan.totals[kMany] * w.p.num_heads;
-  if (works && threadIdx.x == 0) {
+  if (threadIdx.x == 0) {
     PrefetchMap(&w.q);
     PrefetchMap(&w.k);
     PrefetchMap(&w.v);
     shared.InitBarriers(w.gathers);
   }
   __syncthreads();
+  WaitForPrevious();
+  // Not before: the engine for few queries, which comes next, relies on all that came before this
+  // kernel, and does not wait for it.
+  TriggerNext();
+  const int items =
+      w.p.makes_plan ? MakeOwnPlan<S>(w, memory) : w.p.plan.totals[kMany] * w.p.num_heads;
+  const bool works = static_cast<int>(blockIdx.x) < items;
   if (threadIdx.x < S::kProducerThreads) {
     LowerRegisters<S::kProducerRegisters>();
     if (!works) return;
     const int warp = threadIdx.x / 32;
     if (S::kGathers && w.gathers) {
-      if constexpr (S::kGathers) GatherKeys(w, shared);
+      if constexpr (S::kGathers) GatherKeys(w, shared, items);
     } else if constexpr (S::kDirect) {
       if (warp == 0) LoadKeys<S, false>(w, shared);
       if (warp == 1) LoadKeys<S, true>(w, shared);
-      if (warp == 2) LoadQueries(w, shared);
+      if (warp == 2) LoadQueries(w, shared, items);
     } else if (warp == 0) {
-      LoadRaw(w, shared);
+      LoadRaw(w, shared, items);
     } else if (!S::kFp8 && w.p.kv_dtype == FLASHXLA_F8E5M2) {
       ConvertKeys<Out, S, true>(w, shared);
     } else {
@@ -467,10 +556,6 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   } else {
     RaiseRegisters<S::kConsumerRegisters>();
     if (works) Consume<Product, Out, kDims>(w, shared);
-    // The engine for few queries is done: this kernel has waited for it.
-    const int warp = (threadIdx.x - S::kProducerThreads) / 32;
-    CombineAll<S::kPartialDims>(w.p, workspace, blockIdx.x * S::kConsumerWarps + warp,
-                                gridDim.x * S::kConsumerWarps);
   }
 #endif
 }
@@ -499,6 +584,50 @@ const char* WhyNotWide(const Facts& facts) {
   return "";
 }
 
+WideKeys KeysOf(const Problem& p) {
+  return !IsFp8(p.kv_dtype)  ? WideKeys::kDirect
+         : !IsFp8(p.q_dtype) ? WideKeys::kWidened
+                             : WideKeys::kFp8;
+}
+
+// Keys that threads copy, since TMA takes longer.
+bool Gathers(const Problem& p) {
+  return KeysOf(p) == WideKeys::kDirect && KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys;
+}
+
+// Whether the plan may divide the keys of q tiles. With fewer keys, or more q tiles, it does not,
+// and the code for ALiBi and small pages has no room for it.
+bool MayDivide(const Problem& p) {
+  const WideKeys keys = KeysOf(p);
+  if (keys == WideKeys::kDirect && (p.alibi_slopes.data != nullptr || Gathers(p))) return false;
+  const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
+  const int64_t most = tokens / kManyQTileTokens + std::min(sequences, tokens / kMinManyQueries);
+  const int tile_keys = WideKvTileKeys(WideHeadSizes::Bucket(p.head_size), keys);
+  return most * p.num_heads <= 2 * kMaxPartials &&
+         p.index.capacity > int64_t{kMinDividedKvTiles - 1} * tile_keys;
+}
+
+WideScores ScoresOf(const Problem& p) {
+  if (p.alibi_slopes.data != nullptr || Gathers(p)) return WideScores::kAny;
+  return p.softcap > 0.f || MayDivide(p) ? WideScores::kMore : WideScores::kPlain;
+}
+
+// The results of parts of q tiles. As WideWork, this must not depend on the softcap, without which
+// a plan is made.
+int64_t PartialBytes(const Problem& p) {
+  const int dims = WideHeadSizes::Bucket(p.head_size);
+  return int64_t{kMaxPartials} * WideConsumers(dims, KeysOf(p), ScoresOf(p)) * (dims / 8 + 1) *
+         kWarpgroupThreads * int64_t{sizeof(float4)};
+}
+
+int64_t WorkspaceBytes(const Problem& p) {
+  if (!MayDivide(p)) return 0;
+  constexpr int64_t kMostFlags = int64_t{kMaxPartials} * kMaxWideConsumers;
+  constexpr int64_t kAlignment = 256;
+  const int64_t bytes = PartialBytes(p) + kMostFlags * int64_t{sizeof(uint64_t)};
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
 bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   using S = WideShape<kDims, kKeyKind, kScores>;
@@ -512,32 +641,22 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
     return false;
   }
+  w.divides = MayDivide(p);
+  w.partials = static_cast<float4*>(workspace);
+  w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + PartialBytes(p));
+  w.tag = NewCallTag();
   auto* kernel = WideKernel<Product, Out, kDims, kKeyKind, kScores>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
-  LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w,
-                  SplitWorkspace(p, workspace));
+  LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
   return true;
 }
 
-// Softcaps of fp8 keys have no instance of their own.
+// Softcaps and parts of fp8 keys have no instance of their own.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
 bool LaunchConverted(const Problem& p, WideScores scores, void* workspace, cudaStream_t stream) {
   return scores == WideScores::kPlain
              ? Launch<Product, Out, kDims, kKeyKind, WideScores::kPlain>(p, workspace, stream)
              : Launch<Product, Out, kDims, kKeyKind, WideScores::kAny>(p, workspace, stream);
-}
-
-WideKeys KeysOf(const Problem& p) {
-  return !IsFp8(p.kv_dtype)  ? WideKeys::kDirect
-         : !IsFp8(p.q_dtype) ? WideKeys::kWidened
-                             : WideKeys::kFp8;
-}
-
-WideScores ScoresOf(const Problem& p) {
-  const bool gathers =
-      KeysOf(p) == WideKeys::kDirect && KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys;
-  if (p.alibi_slopes.data != nullptr || gathers) return WideScores::kAny;
-  return p.softcap > 0.f ? WideScores::kCapped : WideScores::kPlain;
 }
 
 flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -552,8 +671,8 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
           launched =
               scores == WideScores::kPlain
                   ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, workspace, stream)
-              : scores == WideScores::kCapped
-                  ? Launch<Out, Out, kDims, kDirect, WideScores::kCapped>(p, workspace, stream)
+              : scores == WideScores::kMore
+                  ? Launch<Out, Out, kDims, kDirect, WideScores::kMore>(p, workspace, stream)
                   : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
         } else if (!IsFp8(p.q_dtype)) {
           launched =
@@ -569,12 +688,20 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 
 }  // namespace
 
-// A plan is made without the softcap, on which this must not depend.
-int WideQTileTokens(const Problem& p) {
-  return 64 * WideConsumers(WideHeadSizes::Bucket(p.head_size), KeysOf(p), ScoresOf(p));
+ManyShape WideWork(const Problem& p) {
+  const int dims = WideHeadSizes::Bucket(p.head_size);
+  const WideKeys keys = KeysOf(p);
+  return {64 * WideConsumers(dims, keys, ScoresOf(p)), WideKvTileKeys(dims, keys), p.num_heads,
+          NumMultiprocessors(), MayDivide(p)};
+}
+
+bool FitsOwnPlan(const Problem& p, int64_t num_sequences) {
+  const int64_t tiles = PlanLayout::MaxManyTiles(num_sequences, p.num_tokens);
+  return num_sequences <= kMaxOwnSequences && tiles <= kMaxOwnTiles &&
+         tiles * p.num_heads <= int64_t{kMaxOwnRounds} * NumMultiprocessors();
 }
 
 const Engine kWideEngine = {
-    "wide", "Hopper tensor cores (wgmma), TMA", kMany, WhyNotWide, nullptr, LaunchWide};
+    "wide", "Hopper tensor cores (wgmma), TMA", kMany, WhyNotWide, WorkspaceBytes, LaunchWide};
 
 }  // namespace flashxla::attention

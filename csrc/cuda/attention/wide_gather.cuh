@@ -52,7 +52,7 @@ struct WideRows {
 };
 
 template <typename S>
-__device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
+__device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, int items) {
   const Problem& p = w.p;
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> state;
@@ -68,7 +68,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared) {
     if (older != 0) finish(older);
     older = newer, newer = full;
   };
-  WideSchedule<S> schedule(p, shared);
+  WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
   if (threadIdx.x < 32) schedule.HandOut(p);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {

@@ -7,10 +7,28 @@
 
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/hopper.cuh"
+#include "cuda/attention/many_parts.cuh"
 #include "cuda/attention/mma.cuh"
+#include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/problem.cuh"
 
 namespace flashxla::attention {
+
+// What an own plan keeps of a thread block's q tile.
+struct OwnTile {
+  uint16_t index, head, kv_head;
+  uint8_t part, parts;
+  int32_t first_query, k;  // k: see TakePart
+
+  // S: the WideShape.
+  template <typename S>
+  __device__ ManyTile Tile(const Sequence& s, const Window& window) const {
+    ManyTile tile = ManyTileOf(s, index, window, first_query, S::kQTileTokens);
+    tile.head = head, tile.kv_head = kv_head;
+    if (S::kDivides && parts > 1) TakePart(S::kKeys, k, part, parts, &tile);
+    return tile;
+  }
+};
 
 // In shared memory queries, keys and values lie in blocks of columns, i.e. rows of 128 bytes.
 constexpr int kWideRowBytes = 128;
@@ -31,13 +49,20 @@ enum class WideKeys {
 // What an instance has code for: ALiBi costs registers, and code between what all calls need costs
 // time, though it is not executed.
 enum class WideScores {
-  kPlain,   // scores are products times a number
-  kCapped,  // and a softcap
-  kAny,     // and ALiBi, and direct keys in pages so small that threads copy them
+  kPlain,  // scores are products times a number
+  kMore,   // and a softcap, and q tiles whose keys are divided into parts
+  kAny,    // and ALiBi, and direct keys in pages so small that threads copy them
 };
 
+// Warpgroups that multiply.
+constexpr int kMaxWideConsumers = 3;
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
   return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
+}
+
+// Keys of a kv tile: as many as leave room for two stages.
+constexpr int WideKvTileKeys(int dims, WideKeys keys) {
+  return dims <= 128 ? 128 : keys == WideKeys::kWidened ? 64 : dims <= 192 ? 96 : 80;
 }
 
 template <int kDims, WideKeys kKeyKind, WideScores kScores>
@@ -46,19 +71,16 @@ struct WideShape {
   static constexpr bool kWidened = kKeyKind == WideKeys::kWidened;
   static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
   static constexpr bool kSoftcap = kScores != WideScores::kPlain;
+  static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
   static constexpr bool kAlibi = kScores == WideScores::kAny;
   static constexpr bool kGathers = kDirect && kScores == WideScores::kAny;
-  // Of a kv tile: as many as leave room for two stages.
-  static constexpr int kKeys = kDims <= 128 ? 128 : kWidened ? 64 : kDims <= 192 ? 96 : 80;
+  static constexpr int kKeys = WideKvTileKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileTokens = 64 * kConsumers;
   static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
-  static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-  static constexpr int kPartialDims =  // of the engine for few queries
-      UsualHeadSizes::Bucket(kDims > 128 || kDirect ? kDims : 128);
   // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = !kDirect && kDims <= 128;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
@@ -84,7 +106,8 @@ struct WideShape {
   static constexpr int kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kTileStages = 4;  // q tiles that warps may be apart
-  static constexpr int kTileBytes = kTileStages * int{sizeof(ManyTile)};
+  static constexpr int kTileBytes =
+      kTileStages * int{sizeof(ManyTile)} + kMaxOwnRounds * int{sizeof(OwnTile)};
   static constexpr int kBarrierBytes =
       8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages + kTileStages);
   // Aligning the stages may take up to 1 KB.
@@ -102,6 +125,8 @@ struct WideShape {
                                             : !kLoadsByTma   ? 232
                                                              : 240;
   static_assert(kBytes <= 227 * 1024);
+  // What a thread has of a part's result.
+  static constexpr int kPartialVectors = kDims / 8 + 1;
 };
 
 struct WideProblem {
@@ -109,6 +134,11 @@ struct WideProblem {
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
   bool gathers;  // plain keys: threads copy them, not TMA
+  bool divides;  // the plan may divide q tiles into parts
+  // The results of these, and a flag for those of each warpgroup.
+  float4* partials;
+  uint64_t* flags;
+  uint64_t tag;  // what a flag says in this call
 };
 
 #if defined(FLASHXLA_HOPPER)
@@ -145,6 +175,8 @@ struct WideShared {
   __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
 
   __device__ ManyTile* tile(int stage) const { return first_tile + stage; }
+  // Own plan: the block's q tile of each round.
+  __device__ OwnTile* own_tiles() const { return reinterpret_cast<OwnTile*>(tile(S::kTileStages)); }
 
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
@@ -211,35 +243,52 @@ class WideTiles {
   PipelineState<S::kTileStages> state_;
 };
 
-// The tile scheduler: hands the q tiles of the thread block to all of its warps, one per round. The
-// list starts with the most expensive ones, and every other round goes over the blocks backwards,
-// so that all blocks get similar shares. One warp has it, which is a round ahead of the consumers.
+// The tile scheduler: hands the q tiles of the thread block to all of its warps, one per round. One
+// warp has it, which is a round ahead of the consumers.
 template <typename S>
 class WideSchedule {
  public:
-  __device__ WideSchedule(const Problem& p, const WideShared<S>& shared)
-      : shared_(shared), total_(p.plan.totals[kMany] * p.num_heads) {}
+  // items: parts of q tiles of all heads.
+  __device__ WideSchedule(const WideShared<S>& shared, int items)
+      : shared_(shared), items_(items) {}
 
   __device__ void HandOut(const Problem& p) {
-    const int lane = threadIdx.x & 31, blocks = gridDim.x;
-    const int place = round_ % 2 ? blocks - 1 - static_cast<int>(blockIdx.x) : blockIdx.x;
-    const int item = round_ * blocks + place, head = item % p.num_heads;
-    int word = -1;
-    if (lane < kTileWords && item < total_) {
-      word = reinterpret_cast<const int*>(&p.plan.many_tiles[item / p.num_heads])[lane];
-      if (lane == offsetof(ManyTile, head) / 4) word = head;
-      if (lane == offsetof(ManyTile, kv_head) / 4) word = head / p.group_size;
-    }
+    const int lane = threadIdx.x & 31;
+    const int item = ItemOfRound(round_, blockIdx.x, gridDim.x);
     WaitBarrier(shared_.tile_empty(state_.stage), state_.parity ^ 1);
-    if (lane < kTileWords) reinterpret_cast<int*>(shared_.tile(state_.stage))[lane] = word;
+    if (!p.makes_plan) {
+      int word = -1;
+      if (lane < kTileWords && item < items_) {
+        const int head = item % p.num_heads;
+        word = reinterpret_cast<const int*>(&p.plan.many_tiles[item / p.num_heads])[lane];
+        if (lane == offsetof(ManyTile, head) / 4) word = head;
+        if (lane == offsetof(ManyTile, kv_head) / 4) word = head / p.group_size;
+      }
+      if (lane < kTileWords) reinterpret_cast<int*>(shared_.tile(state_.stage))[lane] = word;
+    } else if (round_ > 0 && lane == 0) {  // the first one is there
+      *shared_.tile(state_.stage) = TileOfOwn(p, item);
+    }
     Release(shared_.tile_full(state_.stage));
     state_.Next(), ++round_;
   }
 
  private:
+  // The block's q tile in an own plan. What it is made from is read anew: shared memory lacks room.
+  __device__ ManyTile TileOfOwn(const Problem& p, int item) const {
+    ManyTile tile = {};
+    tile.index = -1;
+    if (item >= items_) return tile;
+    const OwnTile own = shared_.own_tiles()[round_];
+    Sequence s;
+    ReadKeys(p.index, own.index, &s);
+    s.first_query = At(p.index.cu_seqlens_q, own.index);
+    s.num_queries = At(p.index.cu_seqlens_q, own.index + 1) - s.first_query;
+    return own.template Tile<S>(s, p.window);
+  }
+
   const WideShared<S>& shared_;
   PipelineState<S::kTileStages> state_;
-  int round_ = 0, total_;
+  int round_ = 0, items_;
 };
 
 // A warp loads the queries of a q tile.
@@ -308,9 +357,9 @@ struct WideBoxes {
 // Plain keys: one warp loads the queries, one the keys and one the values, since starting a copy
 // takes time.
 template <typename S>
-__device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared) {
+__device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared, int items) {
   PipelineState<S::kQueryStages> state;
-  WideSchedule<S> schedule(w.p, shared);
+  WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
   schedule.HandOut(w.p);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
@@ -344,12 +393,12 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
 
 // fp8 keys: one warp loads everything; the others convert what comes as it is in memory.
 template <typename S>
-__device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared) {
+__device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared, int items) {
   const int lane = threadIdx.x & 31;
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
-  WideSchedule<S> schedule(w.p, shared);
+  WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
   schedule.HandOut(w.p);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {

@@ -1,0 +1,99 @@
+"""Chunks of queries after long contexts: too few q tiles for all multiprocessors, so that their keys are shared out.
+
+On Hopper `wide` divides the q tiles of such a call into parts, which thread blocks compute and add up. How many there
+are depends on heads, lengths and masks. On a CPU the same cases meet the kernels there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.batches import Arguments, Case
+from tests.frontends import Frontend
+from tests.ops.engines import call_of, check_twice, served_by
+
+# Query tokens and keys of each sequence; heads.
+BATCHES = {
+    "one q tile": (((70, 9000),), (1, 1)),
+    "two q tiles of 16 heads": (((200, 5000),), (16, 4)),
+    "more q tiles than thread blocks": (((600, 2600),), (32, 8)),
+    "long and short": (((128, 7000), (100, 100), (60, 1500), (49, 60)), (4, 2)),
+    "beside decode": (((1, 900), (130, 6000), (1, 1), (40, 300)), (8, 1)),
+    "a prompt": (((2300, 2300),), (2, 1)),
+}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"dtype": "f16", "dim": 64, "softcap": 5.0},
+    {"dim": 96, "window": (3000, 0)},
+    {"dim": 192, "sinks": "f32"},
+    {"dim": 256, "causal": False},
+    {"dim": 64, "alibi": "SH", "page": 64},
+    {"cache": "e4m3", "descale": "SH"},
+    {"cache": "e5m2", "dim": 256, "leftpad": True},
+    {"dtype": "e4m3", "cache": "e4m3", "descale": "SH"},
+    {"page": None, "scale": -0.1},
+    {"page": 4},  # split serves few queries
+]
+
+
+def bounded_call(rng: np.random.Generator, case: Case) -> tuple[str, Arguments]:
+    function, arguments = call_of(rng, case)
+    if function == "paged_attention":
+        arguments["max_seqlen_q"] = max(len_q for len_q, _ in case.lens)
+    return function, arguments
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_parts(frontend: Frontend, rng: np.random.Generator, batch: str, kind: dict[str, Any]) -> None:
+    lens, heads = BATCHES[batch]
+    case = Case(lens, heads=heads, **({"dtype": "bf16", "dim": 128, "page": 16} | kind))
+    function, arguments = bounded_call(rng, case)
+    if (served := served_by(frontend, function, arguments)) is not None:
+        assert served == ("split" if case.page == 4 else "swap", "wide")
+    check_twice(frontend, function, arguments)
+
+
+@pytest.mark.frontends("jax_jit")
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_parts_of_a_plan(frontend: Frontend, rng: np.random.Generator, batch: str, cache: str) -> None:
+    """In plain PyTorch engines make such plans themselves; here a kernel makes them."""
+    lens, heads = BATCHES[batch]
+    case = Case(lens, heads=heads, dtype="bf16", cache=cache, dim=128, page=16, softcap=4.0)
+    check_twice(frontend, *bounded_call(rng, case))
+
+
+@pytest.mark.frontends("torch", "jax_jit")
+@pytest.mark.parametrize("page", [8, 64])
+def test_unsound_pages(frontend: Frontend, rng: np.random.Generator, page: int) -> None:
+    """Sequences with pages that do not exist get another engine, as without parts."""
+    case = Case(((128, 7000), (100, 3000), (60, 1500)), heads=(4, 2), dtype="bf16", dim=64, page=page)
+    function, arguments = call_of(rng, case)
+    arguments["block_table"][1, 3] = -1
+    check_twice(frontend, function, arguments)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("number", range(12))
+def test_random_chunks(frontend: Frontend, rng: np.random.Generator, number: int) -> None:
+    sequences = int(rng.integers(1, 5))
+    len_q = rng.integers(1, rng.choice([130, 400]), sequences, endpoint=True)
+    len_k = len_q + rng.integers(0, rng.choice([1000, 12_000]), sequences)
+    kv_heads = int(rng.integers(1, 5))
+    case = Case(
+        tuple(zip(len_q.tolist(), len_k.tolist(), strict=True)),
+        heads=(kv_heads * int(rng.integers(1, 5)), kv_heads),
+        dtype="bf16",
+        dim=int(rng.choice([64, 128])),
+        page=16,
+    )
+    case = dataclasses.replace(
+        case, window=(int(rng.integers(100, 9000)), 0) if rng.random() < 0.3 else case.window
+    )
+    check_twice(frontend, *call_of(rng, case))
