@@ -8,7 +8,7 @@ TORCHTPU_BIN := .venv-torchtpu/bin
 WHEEL_BIN := .venv-wheel/bin
 DOCS_BIN := .venv-docs/bin
 # Tests of whole programs, which `make test` leaves to `make test-programs`.
-PROGRAMS := tests/transformers tests/examples
+PROGRAMS := tests/transformers tests/examples tests/generate
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/cuda/*')
 # What `make cuda` compiles for. `make test` needs one, unless more are there already.
 CUDA_ARCHITECTURES ?= 80;90a
@@ -32,7 +32,7 @@ test: lint .venv/built build/jaxlib cuda-for-test  ## style, types, the operatio
 	@# Tests start many processes: without compiled modules each takes seconds more to import PyTorch.
 	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(PROGRAMS))
 
-test-programs: .venv/built  ## whole programs: models of transformers, the examples
+test-programs: .venv/built  ## whole programs: generate, models of transformers, the examples
 	@PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU $(BIN)/python -m pytest -n $(JOBS) $(PROGRAMS)
 
 lint: .venv/built  ## style and types
