@@ -46,41 +46,19 @@ __device__ inline int ItemOfRound(int round, int block, int blocks) {
   return round * blocks + (round % 2 ? blocks - 1 - block : block);
 }
 
-// How many parts q tiles are to have. kv_tiles: of the `count` q tiles, the most first; costs:
-// shared memory. All threads of the block, which are whole warps, must call it.
-__device__ inline int ChooseManyParts(const ManyShape& shape, const int32_t* kv_tiles, int count,
-                                      int32_t (&costs)[kMaxManyParts]) {
-  if (!shape.divides) return 1;
-  const int q_tiles = count * shape.num_heads;
-  if (q_tiles > kMaxPartials || kv_tiles[0] < kMinDividedKvTiles) return 1;
-  const int most_parts = min(kMaxPartials / q_tiles + 1, kMaxManyParts);
-  // A warp computes what the busiest thread block would have to do, in fifths of a kv tile.
-  const int lane = threadIdx.x & 31;
-#pragma unroll 1
-  for (int parts = threadIdx.x / 32 + 1; parts <= most_parts; parts += blockDim.x / 32) {
-    const int items = q_tiles * parts;
-    unsigned most = 0;
-#pragma unroll 1
-    for (int block = lane; block < shape.num_blocks; block += 32) {
-      unsigned load = 0;
-#pragma unroll 1
-      for (int round = 0; round * shape.num_blocks < items; ++round) {
-        const int item = ItemOfRound(round, block, shape.num_blocks);
-        if (item >= items) continue;
-        const int entry = item / shape.num_heads, k = entry / parts;
-        const int each = KvTilesOfPart(kv_tiles[k], parts);
-        load += max(min(each, kv_tiles[k] - (entry - k * parts) * each), 0);
-      }
-      most = max(most, load);
-    }
-    most = __reduce_max_sync(kAllLanes, most);
-    // To write partial results and to add them up takes time, too.
-    if (lane == 0) costs[parts - 1] = 5 * most + (parts > 1 ? 10 + 2 * parts : 0);
-  }
-  __syncthreads();
-  int best = 1;
-  for (int parts = 2; parts <= most_parts; ++parts) {
-    if (costs[parts - 1] < costs[best - 1]) best = parts;
+// How many parts the `count` q tiles of each head are to have. kv_tiles: of the one with the most.
+//
+// Only one round is divided, in which each thread block has a part at most: so blocks wait for
+// blocks only that start before them, however few of them run at a time.
+__device__ inline int ChooseManyParts(const ManyShape& shape, int kv_tiles, int count) {
+  if (!shape.divides || kv_tiles < kMinDividedKvTiles) return 1;
+  const int most =
+      min(min(shape.num_blocks, kMaxPartials) / shape.num_heads / count, kMaxManyParts);
+  int best = 1, least = 0;
+  for (int parts = 1; parts <= most; ++parts) {
+    // In fifths of a kv tile. To write partial results and to add them up takes time, too.
+    const int cost = 5 * KvTilesOfPart(kv_tiles, parts) + (parts > 1 ? 10 + 2 * parts : 0);
+    if (parts == 1 || cost < least) best = parts, least = cost;
   }
   return best;
 }

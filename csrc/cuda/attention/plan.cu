@@ -36,8 +36,7 @@ struct Shared {
   PlannedSequence kept[kMaxKept];
   int32_t few_starts[kMaxKept];
   LongSequence kept_long[kMaxKeptLong];
-  int32_t cost[kMaxSorted], sorted_cost[kMaxPartials];  // kv tiles
-  int32_t cost_of_parts[kMaxManyParts];
+  int32_t cost[kMaxSorted], most_cost;  // kv tiles
   int32_t least_few_share;
 };
 
@@ -191,32 +190,27 @@ __device__ ManyTile ManyTileAt(const PlanProblem& p, const LongList& list, int n
 // many they are.
 __device__ int ListMany(const PlanProblem& p, Shared& shared, const LongList& list, int count,
                         ManyTile* tiles) {
-  const bool sorted = count <= kMaxSorted, few = count <= kMaxPartials;
+  const bool sorted = count <= kMaxSorted;
   int parts = 1;
 #pragma unroll 1
-  for (int pass = sorted ? 0 : 2; pass < 3; ++pass) {  // finds the costs, sorts them, writes
-    if (pass == 1 && !few) continue;
+  for (int pass = sorted ? 0 : 1; pass < 2; ++pass) {  // finds the costs, writes
 #pragma unroll 1
     for (int n = threadIdx.x; n < count; n += NumThreads()) {
-      const int k = pass > 0 && sorted ? RankByCost(shared.cost, count, n) : n;
-      if (pass == 1) {
-        shared.sorted_cost[k] = shared.cost[n];
-        continue;
-      }
-      ManyTile tile = ManyTileAt(p, list, n);
+      const ManyTile whole = ManyTileAt(p, list, n);
       if (pass == 0) {
-        shared.cost[n] = KvTilesOf(tile, p.many.kv_tile_keys);
+        shared.cost[n] = KvTilesOf(whole, p.many.kv_tile_keys);
+        atomicMax(&shared.most_cost, shared.cost[n]);
         continue;
       }
-      const ManyTile whole = tile;
+      const int k = sorted ? RankByCost(shared.cost, count, n) : n;
       for (int part = 0; part < parts; ++part) {
-        tile = whole;
+        ManyTile tile = whole;
         TakePart(p.many.kv_tile_keys, k, part, parts, &tile);
         tiles[k * parts + part] = tile;
       }
     }
     __syncthreads();
-    if (pass == 1) parts = ChooseManyParts(p.many, shared.sorted_cost, count, shared.cost_of_parts);
+    if (pass == 0) parts = ChooseManyParts(p.many, shared.most_cost, count);
   }
   return count * parts;
 }
@@ -349,7 +343,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   int32_t* token_sequence = p.plan + layout.token_sequence();
 
   const int num_sequences = NumSequences(index);
-  if (thread == 0) shared.least_few_share = 0;
+  if (thread == 0) shared.least_few_share = shared.most_cost = 0;
   for (int i = thread; i < index.num_tokens; i += NumThreads()) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(index, num_sequences, sequences.plan);
 

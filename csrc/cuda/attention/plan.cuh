@@ -95,8 +95,9 @@ struct ManyShape {
   bool divides;        // the keys of q tiles may be divided: see many_parts.cuh
 };
 
-// The most partial results of q tiles of many queries, of all heads together.
-constexpr int kMaxPartials = 264;
+// The most partial results of q tiles of many queries, of all heads together: as many as the
+// largest GPU with Hopper's code has multiprocessors.
+constexpr int kMaxPartials = 144;
 
 // The most thread blocks of all KV heads together, which bounds the workspace. (With more KV heads
 // than this, each has one block, and there are no partial results.)

@@ -15,10 +15,8 @@ struct WideOwnPlan {
   PlannedSequence sequences[kMaxOwnSequences];
   int32_t ends[kMaxOwnSequences];  // the q tiles up to a sequence's last
   int32_t warp_tiles[kOwnPlanWarps];
-  int32_t cost[kMaxOwnTiles];  // kv tiles
-  // The q tiles, the most expensive first, and their costs.
-  int32_t order[kMaxOwnTiles], sorted_cost[kMaxOwnTiles];
-  int32_t cost_of_parts[kMaxManyParts];
+  int32_t cost[kMaxOwnTiles], most_cost;  // kv tiles
+  int32_t order[kMaxOwnTiles];            // the q tiles, the most expensive first
 };
 
 // Lists the thread block's q tiles: shared.own_tiles, and the first one in shared.tile(0). Returns
@@ -39,6 +37,7 @@ __device__ __noinline__ int MakeOwnPlan(const WideProblem& w, char* memory) {
   int end = InclusiveSum(ManyTiles(s.role, s.num_queries, kTokens));
   const int total = SumOverSequences(&end, own->warp_tiles);
   if (i < kMaxOwnSequences) own->ends[i] = end;
+  if (i == 0) own->most_cost = 0;
   __syncthreads();
   auto tile_at = [&](int n) {
     // The first sequence with ends[] > n is in (low, high].
@@ -55,19 +54,17 @@ __device__ __noinline__ int MakeOwnPlan(const WideProblem& w, char* memory) {
   for (int n = i; n < total; n += S::kThreads) {
     const ManyTile tile = tile_at(n);
     own->cost[n] = KvTilesOf(tile, S::kKeys);
+    if (S::kDivides) atomicMax(&own->most_cost, own->cost[n]);
   }
   __syncthreads();
-  for (int n = i; n < total; n += S::kThreads) {
-    const int k = RankByCost(own->cost, total, n);
-    own->order[k] = n, own->sorted_cost[k] = own->cost[n];
-  }
+  for (int n = i; n < total; n += S::kThreads) own->order[RankByCost(own->cost, total, n)] = n;
   __syncthreads();
   if (total == 0) return 0;
   int parts = 1;
   if constexpr (S::kDivides) {
     const int blocks = gridDim.x;
     const ManyShape shape = {kTokens, S::kKeys, p.num_heads, blocks, w.divides};
-    parts = ChooseManyParts(shape, own->sorted_cost, total, own->cost_of_parts);
+    parts = ChooseManyParts(shape, own->most_cost, total);
   }
   const int items = total * parts * p.num_heads;
   const int item = ItemOfRound(i, blockIdx.x, gridDim.x);
