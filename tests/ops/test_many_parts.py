@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.batches import Arguments, Case
+from tests.batches import Case
 from tests.frontends import Frontend
 from tests.ops.engines import call_of, check_twice, served_by
 
@@ -40,20 +40,13 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def bounded_call(rng: np.random.Generator, case: Case) -> tuple[str, Arguments]:
-    function, arguments = call_of(rng, case)
-    if function == "paged_attention":
-        arguments["max_seqlen_q"] = max(len_q for len_q, _ in case.lens)
-    return function, arguments
-
-
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_parts(frontend: Frontend, rng: np.random.Generator, batch: str, kind: dict[str, Any]) -> None:
     lens, heads = BATCHES[batch]
     case = Case(lens, heads=heads, **({"dtype": "bf16", "dim": 128, "page": 16} | kind))
-    function, arguments = bounded_call(rng, case)
+    function, arguments = call_of(rng, case)
     if (served := served_by(frontend, function, arguments)) is not None:
         assert served == ("split" if case.page == 4 else "swap", "wide")
     check_twice(frontend, function, arguments)
@@ -66,7 +59,7 @@ def test_parts_of_a_plan(frontend: Frontend, rng: np.random.Generator, batch: st
     """In plain PyTorch engines make such plans themselves; here a kernel makes them."""
     lens, heads = BATCHES[batch]
     case = Case(lens, heads=heads, dtype="bf16", cache=cache, dim=128, page=16, softcap=4.0)
-    check_twice(frontend, *bounded_call(rng, case))
+    check_twice(frontend, *call_of(rng, case))
 
 
 @pytest.mark.frontends("torch", "jax_jit")

@@ -4,7 +4,6 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_MANY_PARTS_CUH_
 
 #include "cuda/attention/plan.cuh"
-#include "cuda/attention/warp.cuh"
 
 namespace flashxla::attention {
 

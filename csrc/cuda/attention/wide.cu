@@ -283,7 +283,7 @@ struct WideParts {
   // This thread's.
   __device__ float4* Vectors(int part) const {
     const int64_t place = first + part * each;
-    return w.partials + place * S::kPartialVectors * kWarpgroupThreads + thread();
+    return w.partials + place * WidePartialVectors(kDims) * kWarpgroupThreads + thread();
   }
 };
 
@@ -616,8 +616,8 @@ WideScores ScoresOf(const Problem& p) {
 // a plan is made.
 int64_t PartialBytes(const Problem& p) {
   const int dims = WideHeadSizes::Bucket(p.head_size);
-  return int64_t{kMaxPartials} * WideConsumers(dims, KeysOf(p), ScoresOf(p)) * (dims / 8 + 1) *
-         kWarpgroupThreads * int64_t{sizeof(float4)};
+  return int64_t{kMaxPartials} * WideConsumers(dims, KeysOf(p), ScoresOf(p)) *
+         WidePartialVectors(dims) * kWarpgroupThreads * int64_t{sizeof(float4)};
 }
 
 int64_t WorkspaceBytes(const Problem& p) {

@@ -60,6 +60,10 @@ constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
   return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
 }
 
+// What a thread has of a part's result, in vectors of 4: a share of two rows' outputs, then their
+// largest scores and sums.
+constexpr int WidePartialVectors(int dims) { return dims / 8 + 1; }
+
 // Keys of a kv tile: as many as leave room for two stages.
 constexpr int WideKvTileKeys(int dims, WideKeys keys) {
   return dims <= 128 ? 128 : keys == WideKeys::kWidened ? 64 : dims <= 192 ? 96 : 80;
@@ -125,8 +129,6 @@ struct WideShape {
                                             : !kLoadsByTma   ? 232
                                                              : 240;
   static_assert(kBytes <= 227 * 1024);
-  // What a thread has of a part's result.
-  static constexpr int kPartialVectors = kDims / 8 + 1;
 };
 
 struct WideProblem {
