@@ -140,7 +140,7 @@ test-vllm: .venv-vllm/built  ## vLLM on a CPU: models, scheduling, server
 
 soak-vllm: .venv-vllm/built  ## an hour of random requests and aborts
 	@PYTHONDONTWRITEBYTECODE= FLASHXLA_VLLM_SOAK_SECONDS=3600 $(VLLM_BIN)/python -m pytest -c vllm-plugin/pyproject.toml \
-	  --rootdir . -s tests/vllm/test_soak.py
+	  --rootdir . -o timeout=0 -o faulthandler_timeout=0 -s tests/vllm/test_soak.py
 
 .venv-vllm/packages: vllm-plugin/requirements.lock vllm-plugin/vllm.lock
 	@echo "== packages into .venv-vllm (about 3 GB to download, 2 to 4 minutes)"

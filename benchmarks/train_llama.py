@@ -50,11 +50,12 @@ class Work:
     tokens: int = 512
     steps: int = 50
     learning_rate: float = 3e-4
+    limit: float = 1200.0  # seconds: who takes longer hangs
 
     @classmethod
     def quick(cls, device: str, dtype: str) -> Work:
         """Tiny: does everything run?"""
-        return cls(device, dtype, 2, 64, 4, 2, 128, 256, 4, 16, 4, 1e-3)
+        return cls(device, dtype, 2, 64, 4, 2, 128, 256, 4, 16, 4, 1e-3, limit=90.0)
 
 
 def model(work: Work, attention: str) -> Any:
@@ -163,12 +164,16 @@ def is_right(name: str, row: dict[str, Any]) -> bool:
 def _in_process(name: str, work: Work) -> dict[str, Any]:
     frontend = "" if name == TORCH else llama.TORCHTPU
     request = json.dumps({"name": name, "work": dataclasses.asdict(work)})
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "benchmarks.train_llama", "--contender", request],
-        env=supervisor.environment(os.environ, Settings(device=work.device), frontend),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "benchmarks.train_llama", "--contender", request],
+            env=supervisor.environment(os.environ, Settings(device=work.device), frontend),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=work.limit,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"the process took longer than {work.limit:g} s"}
     lines = ended.stdout.splitlines()
     if ended.returncode or not lines:
         return {"failed": f"the process ended with {ended.returncode}"}

@@ -42,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the tensors live")
     parser.addoption("--seed", type=int, default=None, help="of the random inputs; drawn when not given")
     parser.addoption(
-        "--random-seconds", type=float, default=None, help="of random calls; 20 on a CPU, 120 on a GPU"
+        "--random-seconds",
+        type=float,
+        default=None,
+        help="of random calls; 20 on a CPU, 120 on a GPU; a test of more than 900 needs -o timeout=0",
     )
     parser.addoption("--random-only", type=int, default=None, metavar="NUMBER", help="this random call alone")
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run a random one of N tests")

@@ -41,7 +41,7 @@ def drive(sanitizer: str, tool: str, *arguments: object) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=800,
     )
     return done.returncode, done.stdout
 

@@ -34,7 +34,7 @@ def in_a_process(name: str, *command: str) -> subprocess.CompletedProcess[str]:
     for variable in [v for v in environment if v.startswith("PYTEST_")]:
         del environment[variable]
     return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -30,6 +31,12 @@ def test_it_runs(tmp_path: Path) -> None:
     for name, row in found["rows"].items():
         assert len(row["losses"]) == found["work"]["steps"] and row["difference"] < 1e-5
         assert (set(row["calls"]) == set(train_llama.OPERATIONS)) is (name != train_llama.TORCH)
+
+
+def test_a_process_that_hangs_is_given_up() -> None:
+    work = dataclasses.replace(train_llama.Work.quick("cpu", "float32"), limit=0.01)
+    ((_, row),) = train_llama.compare(work, [train_llama.TORCH])
+    assert row == {"failed": "the process took longer than 0.01 s"}
 
 
 def test_the_size_of_the_model() -> None:
