@@ -3,7 +3,8 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_FP8_CUH_
 
 #include "cuda/attention/dtypes.cuh"
-#include "cuda/attention/wide_load.cuh"
+#include "cuda/attention/mma.cuh"
+#include "cuda/attention/wide_tiles.cuh"
 
 namespace flashxla::attention {
 

@@ -3,6 +3,7 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 
+#include "cuda/attention/mma.cuh"
 #include "cuda/attention/warp.cuh"
 #include "cuda/attention/wide_load.cuh"
 

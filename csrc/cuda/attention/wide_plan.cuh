@@ -4,7 +4,7 @@
 
 #include "cuda/attention/own_plan.cuh"
 #include "cuda/attention/scan.cuh"
-#include "cuda/attention/wide_load.cuh"
+#include "cuda/attention/wide_shared.cuh"
 
 namespace flashxla::attention {
 

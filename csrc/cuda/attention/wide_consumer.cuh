@@ -1,0 +1,260 @@
+// wide's consumer warpgroups: they overlap the scores of the next kv tile with the softmax and
+// values of the last.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_CONSUMER_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_CONSUMER_CUH_
+
+#include "cuda/attention/matrix_product.cuh"
+#include "cuda/attention/wide_fp8.cuh"
+#include "cuda/attention/wide_results.cuh"
+#include "cuda/attention/wide_tiles.cuh"
+
+namespace flashxla::attention {
+
+#if defined(FLASHXLA_HOPPER)
+
+// ptxas moves a wait for matrix instructions up, in front of arithmetic that is there to overlap
+// with them. A branch that depends on the arithmetic keeps it above. It is never taken: a sum of
+// weights is not negative.
+__device__ inline void KeepAbove(float sum) {
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "again:\n"
+      "setp.lt.f32 never, %0, 0f00000000;\n"
+      "@!never bra done;\n"
+      "nanosleep.u32 20;\n"
+      "bra again;\n"
+      "done:\n"
+      "}\n" ::"f"(sum));
+}
+
+// Flips the signs of 16 bytes in shared memory.
+template <uint32_t kSigns>
+__device__ void NegateVector(uint32_t at) {
+  asm volatile(
+      "{.reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [%0]; xor.b32 a, a, %1; "
+      "xor.b32 b, b, %1; xor.b32 c, c, %1; xor.b32 d, d, %1; st.shared.v4.b32 [%0], {a, b, c, "
+      "d};}" ::"r"(at),
+      "n"(kSigns)
+      : "memory");
+}
+
+// The consumer warpgroups. Product: what the products of queries and keys take.
+template <typename Product, typename Out, int kDims, typename S>
+__device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
+  constexpr int kKeys = S::kKeys;
+  constexpr int kLift = S::kDirect ? 0 : kLiftLog2;
+  // Of weights and values. float16 holds all fp8 numbers, and takes half as long to widen to.
+  using Weight = std::conditional_t<S::kWidened, __half, Product>;
+  // A matrix instruction sums over 32 bytes: of dims for scores, of keys for values.
+  constexpr int kStepElements = 32 / S::kElementBytes;
+  constexpr int kDimSteps = kDims / kStepElements, kKeySteps = kKeys / kStepElements;
+  // The warpgroups take turns at the tensor cores: one multiplies during the other's softmax.
+  constexpr bool kTurns = kDims >= 128;
+  static_assert(!kTurns || S::kConsumers == 2);
+  // Without turns, a warpgroup's softmax is to overlap with its own products of values.
+  constexpr bool kOverlap = !kTurns && S::kDirect;
+  // Asks first whether sums are to be scaled at all.
+  constexpr bool kAsks = kOverlap || S::kFp8;
+  constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
+  constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
+  const Problem& p = w.p;
+  const int lane = threadIdx.x & 31;
+  const int thread = threadIdx.x - S::kProducerThreads, group = thread / kWarpgroupThreads;
+  const int row0 = group * 64 + threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / 4;
+  PipelineState<S::kStages> keys;
+  PipelineState<S::kValueStages> values;
+  PipelineState<S::kQueryStages> queries;
+  if (kTurns && group == 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroupThreads);
+
+  WideTiles<S> tiles(shared);
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    const Sequence& s = tile.s;
+    const ScoreRule rule(p, tile);
+    RowState rows(p, tile, group, row0);
+    float out[kDims / 2], score[kKeys / 2], factor[2];
+    uint32_t weights[kKeySteps][4];
+#pragma unroll
+    for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
+
+    uint32_t q_fragments[S::kQueriesInRegisters ? kDimSteps : 1][4];
+    auto start_scores = [&](int stage) {
+      FenceMatrix();
+#pragma unroll
+      for (int k = 0; k < kDimSteps; ++k) {
+        const int block = k / 4, step = k % 4 * 32;
+        const uint64_t b =
+            MatrixDescriptor(shared.keys(stage) + block * kKeys * kWideRowBytes + step, 0);
+        if constexpr (S::kQueriesInRegisters) {
+          MatrixProduct<Product, kKeys>::Start(score, q_fragments[k], b, k > 0);
+        } else {
+          MatrixProduct<Product, kKeys>::Start(
+              score,
+              MatrixDescriptor(shared.queries(queries.stage) +
+                                   block * S::kQTileTokens * kWideRowBytes +
+                                   group * 64 * kWideRowBytes + step,
+                               0),
+              b, k > 0);
+        }
+      }
+      CommitMatrix();
+    };
+    auto start_values = [&](int stage) {
+      FenceMatrix();
+#pragma unroll
+      for (int k = 0; k < kKeySteps; ++k) {
+        const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
+        MatrixProduct<Weight, kDims>::template Start<!S::kFp8>(
+            out, weights[k], MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes), true);
+      }
+      CommitMatrix();
+    };
+    // Waits for kv tile n's values, and zeroes those of keys that do not exist: they may hold NaN,
+    // and 0 times NaN is not 0. (Who turned values did that.)
+    auto wait_values = [&](int n) {
+      WaitBarrier(shared.values_full(values.stage), values.parity);
+      if constexpr (S::kFp8) return;
+      const int low = max(s.first_key - n * kKeys, 0), high = min(s.num_keys - n * kKeys, kKeys);
+      if (low == 0 && high == kKeys) return;
+      const int missing = low + kKeys - high;
+      constexpr int kVectors = kWideRowBytes / 16;
+      for (int i = thread; i < missing * kVectors * S::kBlocks; i += S::kConsumerThreads) {
+        int key = i / kVectors % missing;
+        if (key >= low) key += high - low;
+        const int block = i / kVectors / missing;
+        const uint32_t to = shared.values(values.stage) + block * kKeys * kWideRowBytes +
+                            key * kWideRowBytes + i % kVectors * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+      }
+      FenceProxy();
+      SyncNamed(kZeroBarrier, S::kConsumerThreads);
+    };
+    auto pack_weights = [&] {
+#pragma unroll
+      for (int k = 0; k < kKeySteps; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (S::kFp8) {
+            const float* x = &score[k * 16 + i / 2 * 8 + i % 2 * 2];
+            weights[k][i] = PackFp8(x[0], x[1], x[4], x[5]);
+          } else {
+            weights[k][i] = Pack<Weight>(score[k * 8 + 2 * i], score[k * 8 + 2 * i + 1]);
+          }
+        }
+      }
+    };
+
+    const int first = tile.begin / kKeys;
+    int n = (tile.end + kKeys - 1) / kKeys - 1;
+    WaitBarrier(shared.queries_full(queries.stage), queries.parity);
+    if constexpr (S::kQueriesInRegisters) {
+      const int row = row0 - lane / 4 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < kDimSteps; ++k) {
+        const int chunk = k % 4 * 2 + lane / 16;
+        LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
+                                         k / 4 * S::kQTileTokens * kWideRowBytes +
+                                         row * kWideRowBytes + (chunk ^ row % 8) * 16);
+        if (rule.negative) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q_fragments[k][i] ^= kSigns;
+        }
+      }
+      Release(shared.queries_empty(queries.stage));
+    } else if (rule.negative) {
+      for (int i = threadIdx.x % kWarpgroupThreads; i < 64 * S::kBlocks * kWideRowBytes / 16;
+           i += kWarpgroupThreads) {
+        constexpr int kVectors = 64 * kWideRowBytes / 16;  // of a warpgroup, in a block of columns
+        NegateVector<kSigns>(shared.queries(queries.stage) +
+                             i / kVectors * S::kQTileTokens * kWideRowBytes +
+                             (group * kVectors + i % kVectors) * 16);
+      }
+      FenceProxy();
+      SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
+    }
+    const int group_query = tile.first_query + group * 64;
+    // A warpgroup without rows. Where q tiles are short and many, that is not worth the question.
+    const bool idle = (S::kConsumers > 2 || S::kDivides) && group_query >= s.num_queries;
+    if constexpr (S::kConsumers > 2 || S::kDivides) {
+      // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them, and
+      // passes its turn on. Those that take turns do so only where they have no rows at all.
+      int end = idle ? 0 : tile.end;
+      if (!kTurns && !idle) end = p.Visible(s, min(group_query + 63, s.num_queries - 1)).end;
+      for (; n >= first && n * kKeys >= end; --n) {
+        WaitBarrier(shared.keys_full(keys.stage), keys.parity);
+        if (kTurns) {
+          SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
+          ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
+        }
+        Release(shared.keys_empty(keys.stage));
+        keys.Next();
+        wait_values(n);
+        Release(shared.values_empty(values.stage));
+        values.Next();
+      }
+    }
+    if (n >= first) {
+      WaitBarrier(shared.keys_full(keys.stage), keys.parity);
+      if (kTurns) SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
+      start_scores(keys.stage);
+      if (kTurns) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
+      WaitMatrix<0>();
+      Pin(score);
+      Release(shared.keys_empty(keys.stage));
+      keys.Next();
+      OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
+      pack_weights();
+      for (--n; n >= first; --n) {
+        WaitBarrier(shared.keys_full(keys.stage), keys.parity);
+        wait_values(n + 1);
+        if (kTurns) SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
+        start_scores(keys.stage);
+        start_values(values.stage);
+        if (kTurns) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroupThreads);
+        WaitMatrix<1>();
+        Pin(score);
+        Release(shared.keys_empty(keys.stage));
+        keys.Next();
+        OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
+        if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
+        WaitMatrix<0>();
+        Pin(out);
+        Release(shared.values_empty(values.stage));
+        values.Next();
+        // The largest score seldom changes after a row's first keys.
+        if (!kAsks || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+          for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
+        }
+        pack_weights();
+      }
+      if (!S::kQueriesInRegisters) Release(shared.queries_empty(queries.stage));
+      wait_values(first);
+      start_values(values.stage);
+      WaitMatrix<0>();
+      Pin(out);
+      Release(shared.values_empty(values.stage));
+      values.Next();
+    } else if (!S::kQueriesInRegisters) {
+      Release(shared.queries_empty(queries.stage));
+    }
+    queries.Next();
+
+    tile = tiles.Read();
+    const float scale = rule.template rest<S::kAlibi>();
+    if constexpr (S::kDivides) {
+      if (idle) continue;
+      const WideParts<S, kDims> parts(w, tile, group);
+      if (tile.part + 1 < tile.num_parts) parts.Store(tile.part, kGroupBarrier + group, rows, out);
+      if (tile.part + 1 != tile.num_parts) continue;
+      if (tile.part > 0) parts.Add(tile.part, kGroupBarrier + group, scale, rows, out);
+    }
+    StoreRows<Out, kDims, kLift>(p, tile, row0, rows, scale, out);
+  }
+}
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_CONSUMER_CUH_

@@ -1,0 +1,220 @@
+// The sizes of wide's instances, and what its warps share: stages in shared memory, and barriers.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_SHARED_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_SHARED_CUH_
+
+#include "cuda/attention/hopper.cuh"
+#include "cuda/attention/many_parts.cuh"
+#include "cuda/attention/plan_sequences.cuh"
+#include "cuda/attention/problem.cuh"
+
+namespace flashxla::attention {
+
+// What an own plan keeps of a thread block's q tile.
+struct OwnTile {
+  uint16_t index, head, kv_head;
+  uint8_t part, parts;
+  int32_t first_query, k;  // k: see TakePart
+
+  // S: the WideShape.
+  template <typename S>
+  __device__ ManyTile Tile(const Sequence& s, const Window& window) const {
+    ManyTile tile = ManyTileOf(s, index, window, first_query, S::kQTileTokens);
+    tile.head = head, tile.kv_head = kv_head;
+    if (S::kDivides && parts > 1) TakePart(S::kKeys, k, part, parts, &tile);
+    return tile;
+  }
+};
+
+// In shared memory queries, keys and values lie in blocks of columns, i.e. rows of 128 bytes.
+constexpr int kWideRowBytes = 128;
+
+// Boxes of fewer keys take TMA longer than threads.
+constexpr int kWideLeastBoxKeys = 8;
+constexpr int kGatheringWarps = kWarpgroupThreads / 32;
+
+// How keys and values get from memory to the products.
+enum class WideKeys {
+  kDirect,   // 16 bit, as the queries: TMA loads them
+  kWidened,  // fp8, under 16-bit queries: warps widen keys to the queries' dtype, values to float16
+  kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
+};
+
+// What an instance has code for: ALiBi costs registers, and code between what all calls need costs
+// time, though it is not executed.
+enum class WideScores {
+  kPlain,  // scores are products times a number
+  kMore,   // and a softcap, and q tiles whose keys are divided into parts
+  kAny,    // and ALiBi, and direct keys in pages so small that threads copy them
+};
+
+// Warpgroups that multiply.
+constexpr int kMaxWideConsumers = 3;
+constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
+  return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
+}
+
+// What a thread has of a part's result, in vectors of 4: a share of two rows' outputs, then their
+// largest scores and sums.
+constexpr int WidePartialVectors(int dims) { return dims / 8 + 1; }
+
+// Keys of a kv tile: as many as leave room for two stages.
+constexpr int WideKvTileKeys(int dims, WideKeys keys) {
+  return dims <= 128 ? 128 : keys == WideKeys::kWidened ? 64 : dims <= 192 ? 96 : 80;
+}
+
+template <int kDims, WideKeys kKeyKind, WideScores kScores>
+struct WideShape {
+  static constexpr bool kDirect = kKeyKind == WideKeys::kDirect;
+  static constexpr bool kWidened = kKeyKind == WideKeys::kWidened;
+  static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
+  static constexpr bool kSoftcap = kScores != WideScores::kPlain;
+  static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
+  static constexpr bool kAlibi = kScores == WideScores::kAny;
+  static constexpr bool kGathers = kDirect && kScores == WideScores::kAny;
+  static constexpr int kKeys = WideKvTileKeys(kDims, kKeyKind);
+  // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
+  // hides what the other two wait for.
+  static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
+  static constexpr int kQTileTokens = 64 * kConsumers;
+  static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+  // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
+  static constexpr bool kManyProducers = !kDirect && kDims <= 128;
+  static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
+  static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
+  static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
+  static constexpr int kStages = kFp8 || kDims <= 64 ? 4 : kDims <= 128 ? 3 : 2;  // of keys
+  // Of values: they are in use for shorter.
+  static constexpr int kValueStages = kWidened && kDims <= 128 ? kStages - 1 : kStages;
+  static constexpr int kQueryStages = kConsumers > 2 ? 2 : 1;
+  // Keeps queries in registers, so that matrix instructions do not read them from shared memory
+  // each time.
+  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kWidened && kConsumers == 2;
+  static constexpr int kQueryBytes = kQTileTokens * kBlocks * kWideRowBytes;
+  static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
+  // Values of e4m3 are turned: [dims, keys].
+  static constexpr int kValueBytes = kFp8 ? kDims * kWideRowBytes : kKeyBytes;
+  // fp8 keys or values as they are in memory.
+  static constexpr int kRawColumns = kWideRowBytes;
+  static constexpr int kRawBlocks = (kDims + kRawColumns - 1) / kRawColumns;
+  static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
+  static constexpr int kRawStages = kDirect ? 0 : 2;
+  static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
+  static constexpr int kThreads = kProducerThreads + kConsumerThreads;
+  static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
+  static constexpr int kTileStages = 4;  // q tiles that warps may be apart
+  static constexpr int kTileBytes =
+      kTileStages * int{sizeof(ManyTile)} + kMaxOwnRounds * int{sizeof(OwnTile)};
+  static constexpr int kBarrierBytes =
+      8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages + kTileStages);
+  // Aligning the stages may take up to 1 KB.
+  static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
+                                kValueStages * kValueBytes + kRawStages * kRawBytes + kTileBytes +
+                                kBarrierBytes;
+  // Of a thread: together what all threads have at the start.
+  static constexpr bool kLoadsByTma = kDirect && !kAlibi;  // and does nothing else
+  static constexpr int kProducerRegisters = kManyProducers   ? 48
+                                            : !kLoadsByTma   ? 40
+                                            : kConsumers > 2 ? 32
+                                                             : 24;
+  static constexpr int kConsumerRegisters = kConsumers > 2   ? 160
+                                            : kManyProducers ? 208
+                                            : !kLoadsByTma   ? 232
+                                                             : 240;
+  static_assert(kBytes <= 227 * 1024);
+};
+
+struct WideProblem {
+  CUtensorMap q, k, v;
+  Problem p;
+  int box_keys;  // keys per TMA box, which lies in one page
+  bool gathers;  // plain keys: threads copy them, not TMA
+  bool divides;  // the plan may divide q tiles into parts
+  // The results of these, and a flag for those of each warpgroup.
+  float4* partials;
+  uint64_t* flags;
+  uint64_t tag;  // what a flag says in this call
+};
+
+#if defined(FLASHXLA_HOPPER)
+
+// Addresses in shared memory: stages of queries, of keys and of values, of raw keys and values, and
+// of q tiles. Each stage has two barriers, one for "it is full" and one for "it is empty".
+template <typename S>
+struct WideShared {
+  uint32_t base, barriers;
+  ManyTile* first_tile;
+
+  __device__ explicit WideShared(char* shared) {
+    base = (SharedAddress(shared) + 1023) / 1024 * 1024;
+    first_tile = reinterpret_cast<ManyTile*>(shared + (raw(S::kRawStages) - SharedAddress(shared)));
+    barriers = raw(S::kRawStages) + S::kTileBytes;
+  }
+  __device__ uint32_t queries(int stage) const { return base + stage * S::kQueryBytes; }
+  __device__ uint32_t keys(int stage) const {
+    return queries(S::kQueryStages) + stage * S::kKeyBytes;
+  }
+  __device__ uint32_t values(int stage) const { return keys(S::kStages) + stage * S::kValueBytes; }
+  __device__ uint32_t raw(int stage) const {
+    return values(S::kValueStages) + stage * S::kRawBytes;
+  }
+  __device__ uint32_t keys_full(int i) const { return barriers + 8 * i; }
+  __device__ uint32_t keys_empty(int i) const { return keys_full(S::kStages + i); }
+  __device__ uint32_t values_full(int i) const { return keys_full(2 * S::kStages + i); }
+  __device__ uint32_t values_empty(int i) const { return values_full(S::kValueStages + i); }
+  __device__ uint32_t queries_full(int i) const { return values_full(2 * S::kValueStages + i); }
+  __device__ uint32_t queries_empty(int i) const { return queries_full(S::kQueryStages + i); }
+  __device__ uint32_t raw_full(int i) const { return queries_full(2 * S::kQueryStages + i); }
+  __device__ uint32_t raw_empty(int i) const { return raw_full(S::kRawStages + i); }
+  __device__ uint32_t tile_full(int i) const { return raw_full(2 * S::kRawStages + i); }
+  __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
+
+  __device__ ManyTile* tile(int stage) const { return first_tile + stage; }
+  // Own plan: the block's q tile of each round.
+  __device__ OwnTile* own_tiles() const { return reinterpret_cast<OwnTile*>(tile(S::kTileStages)); }
+
+  // One thread must call it.
+  __device__ void InitBarriers(bool gathers) const {
+    constexpr int kConverters = 32 * S::kConvertingWarps;
+    const int plain = gathers ? 32 * kGatheringWarps : 1;
+    for (int i = 0; i < S::kQueryStages; ++i) {
+      InitBarrier(queries_full(i), 1);
+      InitBarrier(queries_empty(i), S::kConsumerThreads);
+    }
+    for (int i = 0; i < S::kStages; ++i) {
+      InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? 1 : kConverters);
+      InitBarrier(keys_empty(i), S::kConsumerThreads);
+    }
+    for (int i = 0; i < S::kValueStages; ++i) {
+      InitBarrier(values_full(i), S::kDirect ? plain : kConverters);
+      InitBarrier(values_empty(i), S::kConsumerThreads);
+    }
+    for (int i = 0; i < S::kRawStages; ++i) {
+      InitBarrier(raw_full(i), 1);
+      InitBarrier(raw_empty(i), kConverters);
+    }
+    for (int i = 0; i < S::kTileStages; ++i) {
+      InitBarrier(tile_full(i), 32);
+      InitBarrier(tile_empty(i),
+                  S::kConsumerThreads + (S::kDirect && !gathers ? 96 : S::kProducerThreads));
+    }
+    FenceProxy();
+  }
+};
+
+// A position in a ring of stages, and the parity of the barriers in this round.
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_SHARED_CUH_

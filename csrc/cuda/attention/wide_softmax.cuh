@@ -1,0 +1,138 @@
+// From products to weights: the softmax of wide's rows.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_SOFTMAX_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_SOFTMAX_CUH_
+
+#include "cuda/attention/mma.cuh"
+#include "cuda/attention/wide_shared.cuh"
+
+namespace flashxla::attention {
+
+#if defined(FLASHXLA_HOPPER)
+
+// The softmax state of a warpgroup's 64 rows. A thread holds parts of two rows.
+struct RowState {
+  float row_max[2], row_sum[2];  // of the unscaled scores; of this thread's columns
+  int begin[2], end[2];          // keys that each row sees
+  int begin_all, end_all;        // keys that all 64 rows see
+  int diagonal;                  // position of the first of the two rows among the keys
+
+  // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
+  __device__ RowState(const Problem& p, const ManyTile& tile, int group, int row0) {
+    const Sequence& s = tile.s;
+    const int last_query = s.num_queries - 1;
+    const int group_query = tile.first_query + group * 64;
+    begin_all = p.Visible(s, min(group_query + 63, last_query)).begin;
+    end_all = p.Visible(s, min(group_query, last_query)).end;
+    diagonal = tile.first_query + row0 + (s.length - s.num_queries);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Rows past the sequence's last repeat its mask. They are computed but not stored.
+      const KeyRange keys = p.Visible(s, min(tile.first_query + row0 + 8 * r, last_query));
+      begin[r] = keys.begin, end[r] = keys.end;
+      row_max[r] = -INFINITY, row_sum[r] = 0.f;
+    }
+  }
+};
+
+// How the products of a q tile's rows become scores, in log2: times `scale`, after the softcap and
+// ALiBi's slope.
+struct ScoreRule {
+  float scale, softcap, slope;
+  bool negative;
+
+  __device__ ScoreRule(const Problem& p, const ManyTile& tile) {
+    scale = p.ScoreScale(tile.index, tile.kv_head), softcap = 0.f;
+    negative = scale < 0.f;  // then it is the queries that are negated
+    scale = fabsf(scale);
+    // Neither is 0: 0 times the -inf of a masked score is NaN, and a softcap of 0 is none.
+    constexpr float kLeast = 1e-30f;
+    if (p.softcap > 0.f) {
+      softcap = fmaxf(2.f * kLog2e * scale / p.softcap, kLeast), scale = p.softcap;
+    }
+    scale = fmaxf(scale * kLog2e, kLeast);
+    slope = p.alibi_slopes.at(tile.index, tile.head, 0.f) * kLog2e;
+  }
+  // What the scores that OnlineSoftmax leaves are still to be multiplied by.
+  template <bool kAlibi>
+  __device__ float rest() const {
+    return kAlibi && slope != 0.f ? 1.f : scale;
+  }
+};
+
+// Turns scores into weights, 2^kLift times as large.
+template <typename S, int kLift>
+__device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, const ScoreRule& rule,
+                              int first_key, float (&factor)[2]) {
+  constexpr int kColumns = S::kKeys;
+  constexpr bool kAlibi = S::kAlibi;
+  const int lane = threadIdx.x & 31;
+  if (S::kSoftcap && rule.softcap > 0.f) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) score[i] *= rule.softcap;
+    if (first_key + kColumns > rows.end_all || first_key < rows.begin_all) {
+      // Keys that do not exist may be NaN, so each score is computed by itself.
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) score[i] = TanhFromLog2(score[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; i += i % 4 == 0 ? 2 : 6) {  // four of a row
+        TanhFromLog2(score[i], score[i + 1], score[i + 4], score[i + 5]);
+      }
+    }
+  }
+  const float scale = rule.rest<kAlibi>();
+  if (kAlibi && rule.slope != 0.f) {
+    // A difference of two positions, which integers hold exactly, of less than 2^24 in most calls.
+    const float distance = static_cast<float>(rows.diagonal - first_key - lane % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const float d = distance + static_cast<float>(i / 2 % 2 * 8 - (i / 4 * 8 + i % 2));
+      score[i] = fmaf(score[i], rule.scale, -rule.slope * fabsf(d));
+    }
+  }
+  // Relative to this thread's first column, so that its columns are compile-time constants.
+  const int offset = first_key + lane % 4 * 2;
+  if (first_key + kColumns > rows.end_all) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      if (i / 4 * 8 + i % 2 >= rows.end[i / 2 % 2] - offset) score[i] = -INFINITY;
+    }
+  }
+  if (first_key < rows.begin_all) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      if (i / 4 * 8 + i % 2 < rows.begin[i / 2 % 2] - offset) score[i] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row_max = rows.row_max[r];
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+      row_max = fmaxf(row_max, fmaxf(score[i * 4 + 2 * r], score[i * 4 + 2 * r + 1]));
+    }
+    row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
+    const float base = row_max == -INFINITY ? 0.f : row_max * scale;
+    factor[r] = Exp2(rows.row_max[r] * scale - base);
+    const float lifted = kLift > 0 ? kLift - base : -base;
+    rows.row_max[r] = row_max;
+    float row_sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& x = score[i * 4 + 2 * r + j];
+        x = Exp2(fmaf(x, scale, lifted));
+        row_sum += x;
+      }
+    }
+    rows.row_sum[r] = rows.row_sum[r] * factor[r] + row_sum;
+  }
+}
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_SOFTMAX_CUH_
