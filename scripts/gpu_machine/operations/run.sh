@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines gradients cuda sanitizer racecheck tables prefill short backward train compare profile growth
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines gradients cuda sanitizer racecheck tables prefill short calls backward train compare profile growth
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
-# TOPICS="prefill decode ...", TOPIC_SECONDS and ROUNDS of `tables`, QUICK=1
+# TOPICS="prefill decode ...", TOPIC_SECONDS and ROUNDS of `tables`; CALLED="decode chunks ..." of `calls`; QUICK=1
 name=operations
 . "$(dirname "$0")/running.sh"
 JOBS=${JOBS:-14} FRONTENDS=${FRONTENDS:-torch,jax_jit}
@@ -23,6 +23,7 @@ stage_sanitizer() {
 }
 stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
 stage_short() { shown 20 60 short "$PYTHON" "$here/prefill.py" short; }
+stage_calls() { shown 80 150 calls env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/calls.py" ${CALLED:-decode queries chunks mixed}; }
 stage_backward() { shown 20 90 backward "$PYTHON" "$here/backward.py" time; }
 stage_train() { shown 70 120 train env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/backward.py" train; }
 stage_racecheck() {
@@ -51,13 +52,15 @@ stage_profile() {  # by ncu: a report of the engine wide for each of CASES, and 
     ncu -i "$OUT/wide-$each.ncu-rep" --page source --csv > "$OUT/wide-$each.csv"
   done
 }
-stage_compare() {  # in turns: a GPU's clock drifts. COMPARED=prefill|backward
-  local library=$RUN/src/flashxla/lib/libflashxla_cuda.so round which code=0
+stage_compare() {  # in turns: a GPU's clock drifts. COMPARED="SCRIPT TABLE..."
+  local library=$RUN/src/flashxla/lib/libflashxla_cuda.so script tables round which code=0
+  read -r script tables <<< "${COMPARED:-prefill ab}"
   [ -f "$here/base.xz" ] || { echo "no base.xz: pack with BASE_LIBRARY"; return 1; }
   for round in 1 2 3; do
     for which in base cuda; do
       xz -dc "$here/$which.xz" > "$library"
-      shown 2 40 "compare-$which-$round" "$PYTHON" "$here/${COMPARED:-prefill}.py" ab || code=1
+      # shellcheck disable=SC2086
+      shown 40 60 "compare-$which-$round" env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/$script.py" $tables || code=1
     done
   done
   return $code
