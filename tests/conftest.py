@@ -21,7 +21,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from tests.frontends import FRONTENDS, OF_OTHER_ENVIRONMENTS, Frontend, Unavailable
+from tests.frontends import FRONTENDS, OF_OTHER_ENVIRONMENTS, Frontend, LazyFrontend, Unavailable
 
 # torch.compile's default backend takes seconds a call: only tests that name it run it.
 DEFAULT_FRONTENDS = tuple(name for name in FRONTENDS if name != "inductor")
@@ -124,6 +124,15 @@ def _frontend(name: str, device: str) -> Frontend | Unavailable:
         return FRONTENDS[name](device)
     except Unavailable as error:
         return error
+
+
+@pytest.fixture(scope="session", autouse=True)
+def xla_comes_first(request: pytest.FixtureRequest) -> None:
+    """PyTorch's autograd knows the devices of its first backward, so XLA's must be there by then."""
+    if {"lazy", "openxla"} & set(_selected(request.config)):
+        lazy = _frontend("lazy", request.config.option.device)
+        if isinstance(lazy, LazyFrontend):
+            lazy.target_device()
 
 
 @pytest.fixture
