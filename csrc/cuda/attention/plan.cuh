@@ -27,7 +27,7 @@ constexpr int kNumRoles = 4;
 constexpr int kFewKvTileKeys = 64;
 // At most: see few_q_tile_rows. Swap has q tiles of all three sizes.
 constexpr int kSplitQTileRows = 16, kSwapMidRows = 32, kSwapQTileRows = 128;
-constexpr int kManyQTileTokens = 128;  // of one query head; at least: see many_q_tile_tokens
+constexpr int kManyQTileTokens = 128;  // of one query head; at least: see ManyShape
 constexpr int kRestQTileRows = 64;
 
 // With fewer queries than this most of a q tile for many queries would be empty.

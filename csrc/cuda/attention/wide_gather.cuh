@@ -1,5 +1,5 @@
-// wide's producer warps where pages are smaller than 8 keys. TMA takes some 30 cycles for a box,
-// however small, so here threads copy the keys, row by row.
+// wide's producer warps where the page size is no multiple of 8 keys. TMA takes some 30 cycles for
+// a box, however small, so here threads copy the keys, row by row.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 

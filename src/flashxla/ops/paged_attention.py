@@ -39,7 +39,7 @@ def paged_attention(
     Args:
         query: [T, Hq, D]; D <= 576.
         kv_cache: one tensor by layout (see reshape_and_cache), or a (key_cache, value_cache) pair, whose head sizes
-            may differ: D and Dv <= 512.
+            may differ: D <= 576, Dv <= 512. One tensor: D <= 512.
         context_lens: int32 [S], all keys of each sequence, the new tokens among them.
         block_tables: int32 [S, M], the pages of each sequence.
         query_start_loc: int32 [S+1], offsets of the sequences in query.
@@ -47,7 +47,7 @@ def paged_attention(
         scale: factor of the scores, usually 1 / sqrt(D).
         sliding_window: a query sees this many last keys, itself among them; None is all.
         soft_cap: soft_cap * tanh(score / soft_cap).
-        k_scale, v_scale: factors of K and V: a number, or float32 with one element or [Hk].
+        k_scale, v_scale: factors of K and V: a number, or float32 with one element, [Hk] or [S, Hk].
         layout: how kv_cache holds K and V. Of a pair "NHD" or "HND"; the default means "NHD" there.
         kv_cache_dtype: "auto", "fp8" = "fp8_e4m3" or "fp8_e5m2" (uint8 caches need it).
         causal: query i of a sequence sees keys up to its own position, i + context_len - len_q.
