@@ -39,7 +39,8 @@ flashxla_status Refuse(const char* what) {
 // Refuses counts that the kernels cannot hold in 32 bits. The products here fit 64 bits, since
 // factors above the limit are refused first.
 flashxla_status CheckCounts(const flashxla_attention_args& args, const CacheView& k) {
-  constexpr int64_t kMost = INT32_MAX - (1 << 16);  // kernels round up to whole tiles
+  // Kernels round up to whole tiles, or to a round of all warps of a GPU.
+  constexpr int64_t kMost = INT32_MAX - (1 << 18);
   auto refuse = [](const char* what, int64_t got) {
     return SetError(FLASHXLA_INVALID_ARGUMENT, "%s: got %" PRId64 "; accepted: at most %" PRId64,
                     what, got, kMost);

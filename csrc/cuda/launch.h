@@ -56,7 +56,10 @@ inline int NumMultiprocessors() {
 // kernel.
 //
 // A kernel that needs nothing of the previous one may wait for it at its end, if that one calls
-// TriggerNext() after WaitForPrevious(): what came before both is complete then.
+// TriggerNext() after WaitForPrevious(): what came before both is complete then. (PTX lets only a
+// kernel that waits count on what others wrote. This one finds it in L2, where it was before the
+// previous kernel went on, unless its multiprocessor has older bytes in L1. Those that ran a block
+// of the previous kernel have none.)
 template <typename... Parameters, typename... Arguments>
 void LaunchDependent(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
                      cudaStream_t stream, Arguments&&... arguments) {

@@ -32,6 +32,7 @@ KINDS = {
     "decode": Kind(((1, 1),), "wide"),  # of which there are none
     "speculation": Kind(((1, 10),), "wide"),
     "wide": Kind(((48, 150),), "wide"),
+    "parts": Kind(((1, 1), (100, 150)), "wide", page=128),  # of few q tiles with many keys
     "tile": Kind(((17, 70),), "tile", page=4, dim=100),
     "mixed": Kind(((1, 1), (1, 10), (17, 47), (48, 120)), "wide"),
     "float32": Kind(((1, 1), (1, 60)), "simt", np.float32),

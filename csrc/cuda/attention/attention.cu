@@ -118,8 +118,10 @@ flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspa
   // Most of the work comes first; what the next engine does then fills the gaps at its end.
   for (const Role role : {kMany, kFew, kRest}) {
     if (!choice.Runs(role)) continue;
-    const flashxla_status status =
+    flashxla_status status =
         choice.engines[role]->launch(p, role == kMany ? for_many : workspace, stream);
+    // The next engine may not wait for what came before this one: see few_follows.
+    if (status == FLASHXLA_OK) status = LaunchStatus("attention");
     if (status != FLASHXLA_OK) return status;
   }
   if (!choice.few_combines) LaunchCombine(p, workspace, stream);

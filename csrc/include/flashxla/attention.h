@@ -29,7 +29,8 @@
 // With `qkv` in place of q, key and value, each token's heads are its queries, keys and values, one
 // after the other.
 //
-// Index tensors may hold anything; nothing outside the given buffers is touched:
+// Index tensors may hold anything, but must not change during a call; nothing outside the given
+// buffers is touched:
 //   num_seqs         clamped to [0, S]
 //   cu_seqlens_q     a sequence whose [start, end) is not within [0, T], or starts before the end
 //                    of an earlier sequence, is skipped: its rows count as outside every sequence
