@@ -13,21 +13,22 @@ from flashxla.bench.topic import log_uniform
 Changes = Mapping[str, Mapping[str, Any]]
 
 
-def _changed(shape: Shape, changes: Changes) -> tuple[Shape, ...]:
+def changed(shape: Shape, changes: Changes) -> tuple[Shape, ...]:
+    """A shape with each of the changes, and its name after the shape's."""
     return tuple(
         dataclasses.replace(shape, name=f"{shape.name}, {name}", **fields) for name, fields in changes.items()
     )
 
 
-_FP8_CACHE = {"cache": "fp8_e4m3"}
-_ALL_FP8 = {"cache": "fp8_e4m3", "queries": "fp8_e4m3"}
-_HEAD_SIZES: Changes = {
+FP8_CACHE = {"cache": "fp8_e4m3"}
+ALL_FP8 = {"cache": "fp8_e4m3", "queries": "fp8_e4m3"}
+HEAD_SIZES: Changes = {
     "head size 64": {"dim": 64},
     "head size 96": {"dim": 96},
     "head size 192": {"dim": 192},
     "head size 256": {"dim": 256, "heads": (16, 4)},
 }
-_HEADS: Changes = {
+HEADS: Changes = {
     "32 heads on 32": {"heads": (32, 32)},
     "32 heads on 1": {"heads": (32, 1)},
     "64 heads on 8": {"heads": (64, 8)},
@@ -46,7 +47,7 @@ _CACHES: Changes = {
     "pages of 256": {"page": 256},
     "HND": {"layout": "HND"},
     "interleaved": {"layout": "interleaved"},
-    "all fp8": _ALL_FP8,
+    "all fp8": ALL_FP8,
 }
 _OTHERS: Changes = {"float16": {"dtype": "float16"}, "batch_invariant": {"batch_invariant": True}}
 
@@ -70,15 +71,15 @@ PREFILL_MORE = (
     Shape("16 new of 16k", ((16, 16384),)),
     Shape("64 new of 16k", ((64, 16384),)),
     Shape("128 new of 16k", ((128, 16384),)),
-    *_changed(_LONG, {**_HEAD_SIZES, **_HEADS, **_MASKS, **_CACHES, **_OTHERS}),
-    *_changed(
+    *changed(_LONG, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
+    *changed(
         _LONG,
         {
             "pages of 4": {"page": 4},
             "pages of 1": {"page": 1},
-            "fp8 cache": _FP8_CACHE,
-            "fp8 cache, head size 256": {**_FP8_CACHE, "dim": 256, "heads": (16, 4)},
-            "all fp8, head size 64": {**_ALL_FP8, "dim": 64},
+            "fp8 cache": FP8_CACHE,
+            "fp8 cache, head size 256": {**FP8_CACHE, "dim": 256, "heads": (16, 4)},
+            "all fp8, head size 64": {**ALL_FP8, "dim": 64},
         },
     ),
     *PREFILL_FLOAT32,
@@ -112,7 +113,7 @@ DECODE_MORE = (
     Shape("64 x 2k, 4 queries each", ((4, 2048),) * 64),
     Shape("64 x 2k, 8 queries each", ((8, 2048),) * 64),
     Shape("64 x 2k, 16 queries each", ((16, 2048),) * 64),
-    *_changed(_WIDE, {**_HEAD_SIZES, **_HEADS, **_MASKS, **_CACHES, **_OTHERS}),
+    *changed(_WIDE, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
     dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),
     dataclasses.replace(_SKEW_A, name="skew A, fp8 cache", cache="fp8_e4m3"),
     *DECODE_FLOAT32,
@@ -162,13 +163,13 @@ _QUICK_MORE = {
         _small("40, window 9, HND", prompts(40), window=9, layout="HND"),
         _small("40, interleaved", prompts(40), layout="interleaved", softcap=30.0),
         _small("40, ALiBi, pages of 1", prompts(40), alibi=True, page=1),
-        _small("40, all fp8", prompts(40), **_ALL_FP8),
+        _small("40, all fp8", prompts(40), **ALL_FP8),
         _small("40, LSE returned", prompts(40), lse=True),
-        *_changed(_small("2 x 40", prompts(40, 40)), {**_MASKS, "window 9": {"window": 9}}),
+        *changed(_small("2 x 40", prompts(40, 40)), {**_MASKS, "window 9": {"window": 9}}),
     ),
-    "decode": _changed(
+    "decode": changed(
         _small("2 x 40", newest(40, 40)),
-        {**_MASKS, "window 9": {"window": 9}, "all fp8": _ALL_FP8},
+        {**_MASKS, "window 9": {"window": 9}, "all fp8": ALL_FP8},
     ),
 }
 FULL = {

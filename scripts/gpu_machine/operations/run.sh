@@ -23,9 +23,9 @@ stage_sanitizer() {
 }
 stage_prefill() { shown 60 120 prefill "$PYTHON" "$here/prefill.py" time ab; }
 stage_short() { shown 20 60 short "$PYTHON" "$here/prefill.py" short; }
-stage_calls() { shown 80 150 calls env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/calls.py" ${CALLED:-decode queries chunks mixed}; }
+stage_calls() { shown 100 150 calls "$PYTHON" "$here/calls.py" ${CALLED:-decode queries chunks mixed}; }
 stage_backward() { shown 20 90 backward "$PYTHON" "$here/backward.py" time; }
-stage_train() { shown 70 120 train env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/backward.py" train; }
+stage_train() { shown 70 120 train "$PYTHON" "$here/backward.py" train; }
 stage_racecheck() {
   shown 4 200 racecheck compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m tests.cuda.smoke "${SEED:-$RANDOM}" "${CALLS:-30}"
 }
@@ -52,15 +52,15 @@ stage_profile() {  # by ncu: a report of the engine wide for each of CASES, and 
     ncu -i "$OUT/wide-$each.ncu-rep" --page source --csv > "$OUT/wide-$each.csv"
   done
 }
-stage_compare() {  # in turns: a GPU's clock drifts. COMPARED="SCRIPT TABLE..."
+stage_compare() {  # in turns: a GPU's clock drifts. COMPARED="SCRIPT TABLE...", by default `ab`
   local library=$RUN/src/flashxla/lib/libflashxla_cuda.so script tables round which code=0
-  read -r script tables <<< "${COMPARED:-prefill ab}"
+  read -r script tables <<< "${COMPARED:-prefill}"
   [ -f "$here/base.xz" ] || { echo "no base.xz: pack with BASE_LIBRARY"; return 1; }
   for round in 1 2 3; do
     for which in base cuda; do
       xz -dc "$here/$which.xz" > "$library"
       # shellcheck disable=SC2086
-      shown 40 60 "compare-$which-$round" env PYTHONPATH="$PYTHONPATH:$RUN" "$PYTHON" "$here/$script.py" $tables || code=1
+      shown 40 60 "compare-$which-$round" "$PYTHON" "$here/$script.py" ${tables:-ab} || code=1
     done
   done
   return $code
@@ -69,6 +69,7 @@ stage_compare() {  # in turns: a GPU's clock drifts. COMPARED="SCRIPT TABLE..."
 begin "$@"
 unpack_flashxla || exit 1
 cd "$RUN" || exit 1
+export PYTHONPATH=$PYTHONPATH:$RUN  # for the scripts beside this one, which use benchmarks
 machine
 versions "$PYTHON" torch jax numpy
 run_stages "$@"
