@@ -1,6 +1,6 @@
 """calls.py TABLE...: how long calls of attention on a paged cache take, us, each on several input sets.
 
-decode: a token a sequence, as `flashxla bench decode --all`. queries: 2 to 16 of them. chunks: the next tokens of a
+decode: a token a sequence, as `flashxla bench decode --all`. queries: 2 to 64 of them. chunks: the next tokens of a
 prompt after a long context. mixed: prompts beside decode. DEVICE=cuda|cpu QUICK=1
 """
 
@@ -37,7 +37,7 @@ def _chunk(new: int, keys: int = 16) -> Shape:
 
 SHAPES = {
     "decode": (*shape_lists.DECODE, *shape_lists.DECODE_MORE),
-    "queries": _also_changed(*map(_queries, (4, 2, 8, 12, 16))),
+    "queries": _also_changed(*map(_queries, (4, 2, 8, 12, 16, 32, 48, 64))),
     "chunks": _also_changed(
         *map(_chunk, (256, 16, 32, 47, 64, 128, 192, 384, 512, 768)),
         *(_chunk(128, 64), _chunk(256, 64), _chunk(128, 2)),

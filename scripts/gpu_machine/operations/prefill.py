@@ -1,8 +1,8 @@
 """prefill.py TABLE...: how fast FlashAttention of prompts is, in CUDA graphs, beside a matrix product of PyTorch.
 
 time: each kind of call with a long prompt, us and TFLOP/s. short: plain calls of several prompts. kernels: the time of
-each kernel of these. ab: a line of plain calls, to be compared with another library's. one SEQUENCESxTOKENS: some calls
-without a graph, for a profiler.
+each kernel of these. ab: a line of plain calls, to be compared with another library's. one SEQUENCESxTOKENS[:KIND]:
+some calls without a graph, for a profiler.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ KINDS = (
     Kind("f16/e4m3", 16, F16, E4M3),
     Kind("fp8 dense", None, E4M3, E4M3),
     Kind("fp8", 16, E4M3, E4M3),
+    Kind("e5m2", 16, E5M2, E5M2),
 )
 
 
@@ -133,8 +134,7 @@ def table_time() -> None:
     print(f"ceiling {ceiling():.0f} TFLOP/s")
     for shape in SHAPES:
         for kind in KINDS:
-            slow = shape.head_dim == 256 and kind.name == "fp8"
-            us = microseconds(call(shape, kind), 3 if slow else 10)
+            us = microseconds(call(shape, kind), 10)
             print(f"{shape} {kind.name}: {us:.0f} us {shape.flops() / us / 1e6:.0f} TFLOP/s", flush=True)
     print(f"ceiling {ceiling():.0f} TFLOP/s")
 
@@ -177,10 +177,12 @@ def table_kernels() -> None:
             print(f"{shape} {kind.name}: {each} us", flush=True)
 
 
-def one(prompts: str) -> None:
-    """Four calls with pages of 16."""
+def one(case: str) -> None:
+    """Four calls, of `plain` if no kind is named. A kind's spaces may be dashes."""
+    prompts, _, name = case.partition(":")
     sequences, tokens = map(int, prompts.split("x"))
-    function = call(Shape(sequences=sequences, tokens=tokens), KINDS[1])
+    kind = next(kind for kind in KINDS if kind.name.replace(" ", "-") == (name or "plain"))
+    function = call(Shape(sequences=sequences, tokens=tokens), kind)
     for _ in range(4):
         function()
     torch.cuda.synchronize()

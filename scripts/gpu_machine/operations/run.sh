@@ -44,12 +44,13 @@ stage_growth() {
   shown 45 150 growth "$PYTHON" -m flashxla bench growth --device "$DEVICE" \
     ${QUICK:+--quick} --rounds 5 --json "$OUT/growth.json" --plot "$OUT/growth.svg"
 }
-stage_profile() {  # by ncu: a report of the engine wide for each of CASES, and its instructions with their samples
-  local each
+stage_profile() {  # by ncu: a report of the engine wide for each of CASES (see prefill.py one), and its instructions with their samples
+  local each report
   for each in ${CASES:-64x128 16x512}; do
-    limited 60 "profile-$each" ncu --set full -k regex:WideKernel -s 2 -c 1 -f -o "$OUT/wide-$each" "$PYTHON" "$here/prefill.py" one "$each" || return 1
-    ncu -i "$OUT/wide-$each.ncu-rep" --page details > "$OUT/wide-$each.txt"
-    ncu -i "$OUT/wide-$each.ncu-rep" --page source --csv > "$OUT/wide-$each.csv"
+    report=$OUT/wide-${each/:/-}
+    limited 60 "profile-$each" ncu --set full -k regex:WideKernel -s 2 -c 1 -f -o "$report" "$PYTHON" "$here/prefill.py" one "$each" || return 1
+    ncu -i "$report.ncu-rep" --page details > "$report.txt"
+    ncu -i "$report.ncu-rep" --page source --csv > "$report.csv"
   done
 }
 stage_compare() {  # in turns: a GPU's clock drifts. COMPARED="SCRIPT TABLE...", by default `ab`
