@@ -6,6 +6,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/swap_combine.cuh"
+#include "cuda/attention/swap_combine_many.cuh"
 #include "cuda/attention/swap_plan.cuh"
 #include "cuda/attention/swap_tile.cuh"
 #include "cuda/attention/tensor_map.h"
@@ -124,11 +125,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     }
   } else {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
-    if (works) ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
+    if (works) {
+      ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
+      if constexpr (S::kMoveRegisters) {  // here there are enough
+        CombineManyRows(w, shared, workspace, kv_head, warp, ended);
+      }
+    }
   }
-  // Warps that gave up registers do not have enough for it.
-  if (works && (!S::kMoveRegisters || warp < S::kConsumerWarps)) {
-    CombineParts(w, shared, workspace, kv_head, warp, ended);
+  if constexpr (!S::kMoveRegisters) {
+    if (works) CombineParts(w, shared, workspace, kv_head, warp, ended);
   }
   if (w.p.few_follows) WaitForPrevious();
 #endif

@@ -41,7 +41,10 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
     }
     SyncNamed(kSwapConsumers, S::kConsumerThreads);
   }
-  const int rows = min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows);
+  // Without a part one row is walked through.
+  const int rows =
+      num_parts > 0 ? min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows)
+                    : 1;
   if (num_parts > 0 && warp >= rows) return;
   const uint32_t values = shared.stage(0) + warp * kRoom, sums = values + kSlots * kValueBytes;
   auto part = [&](int n) {
