@@ -269,12 +269,11 @@ def many_queries(rng: Rng) -> Array:
 
 
 def wide(rng: Rng) -> Sizes:
-    """wide: on Hopper, at least 48 queries a sequence; keys of 16 bits or fp8, or all of e4m3."""
-    len_q, e4m3 = many_queries(rng), np.dtype(ml_dtypes.float8_e4m3fn)
-    q_dtype = pick(rng, BF16, F16, BF16, F16, e4m3)
+    """wide: on Hopper, at least 48 queries a sequence; keys of 16 bits or fp8, and fp8 queries of fp8 keys."""
+    len_q, q_dtype = many_queries(rng), pick(rng, BF16, F16, BF16, F16, *FP8)
     return Sizes(
         q_dtype=q_dtype,
-        element=e4m3 if q_dtype == e4m3 else pick(rng, q_dtype, q_dtype, *FP8),
+        element=element_of(rng, q_dtype),
         kv_heads=int(rng.integers(1, 3)),
         group=int(pick(rng, 1, 2, 3, 4, 5)),
         dim=int(pick(rng, *INSTANCES, pick(rng, 8, 40, 72, 80, 96, 112, 136, 200))),
@@ -285,16 +284,14 @@ def wide(rng: Rng) -> Sizes:
 
 
 def tile(rng: Rng) -> Sizes:
-    """tile: what wide does not serve, by the dtypes, the head size or fewer queries."""
-    kind = pick(rng, "fp8 queries", "head size", "fewer")
-    e5m2 = np.dtype(ml_dtypes.float8_e5m2)
-    q_dtype = e5m2 if kind == "fp8 queries" else pick(rng, BF16, F16)
-    element = pick(rng, *FP8) if kind == "fp8 queries" else pick(rng, q_dtype, q_dtype, *FP8)
+    """tile: what wide does not serve, by the head size or fewer queries."""
+    kind = pick(rng, "head size", "fewer")
+    q_dtype = pick(rng, BF16, F16, *FP8)
     dim = pick(rng, 1, 7, 46, 100, 255) if kind == "head size" else pick(rng, *INSTANCES, *OTHERS)
     len_q = rng.integers(20, 48, 3) if kind == "fewer" else many_queries(rng)
     return Sizes(
         q_dtype=q_dtype,
-        element=element,
+        element=element_of(rng, q_dtype),
         kv_heads=int(rng.integers(1, 3)),
         group=int(rng.integers(4, 7) if kind == "fewer" else rng.integers(2, 5)),
         dim=int(dim),

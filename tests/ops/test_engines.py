@@ -66,6 +66,9 @@ ENGINES = [
     (Case(PREFILL, dim=128, dtype="bf16", causal=False), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0), "swap", "wide"),
     (Case(TILES, dim=128, dtype="bf16", softcap=5.0), "swap", "wide"),
+    (Case(TILES, dim=128, dtype="bf16", softcap=30.0, page=16), "swap", "wide"),  # small scores
+    (Case(LONG, dim=256, dtype="f16", softcap=50.0, window=(90, 7), causal=False), "swap", "wide"),
+    (Case(LONG, dim=64, dtype="bf16", softcap=0.5), "swap", "wide"),  # large ones
     (Case(TILES, dim=64, dtype="f16", softcap=3.0, page=16, leftpad=True), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="bf16", softcap=5.0, scale=0.0), "swap", "wide"),
     (Case(PREFILL, dim=128, dtype="f16", softcap=3.0, scale=-0.2, sinks="f32"), "swap", "wide"),
@@ -110,13 +113,18 @@ ENGINES = [
     (Case(ODD, dim=96, dtype="e4m3", cache="e4m3", page=8, sinks="f32", leftpad=True), "swap", "wide"),
     (Case(LONG, dim=16, dtype="e4m3", cache="e4m3", page=32, window=(40, 3), causal=False), "swap", "wide"),
     (Case(LONG, dim=128, dtype="e4m3", cache="e4m3", page=4, alibi="SH", pad_tokens=3), "split", "wide"),
+    # wide: fp8 queries that it widens, too
+    (Case(PREFILL, dim=128, dtype="e5m2", cache="e5m2", page=16, descale="H"), "swap", "wide"),
+    (Case(PREFILL, dim=128, dtype="e4m3", cache="u8:e5m2", page=16), "swap", "wide"),
+    (Case(PREFILL, dim=256, dtype="e4m3", cache="e4m3", page=16, descale="H"), "swap", "wide"),
+    (Case(TILES, dim=64, dtype="e5m2", cache="e4m3", scale=-0.2, sinks="f32"), "swap", "wide"),
+    (Case(LONG, dim=192, dtype="e4m3", cache="e4m3", page=24, softcap=4.0, leftpad=True), "swap", "wide"),
+    (Case(ODD, dim=16, dtype="e5m2", cache="e5m2", page=2, alibi="SH", causal=False), "split", "wide"),
     # tile: what wide does not take
     (Case(PREFILL, dim=46, dtype="bf16", leftpad=True), "split", "tile"),
     (Case(PREFILL, dim=46, dtype="f16", page=16, alibi="SH"), "split", "tile"),
     (Case(PREFILL, dim=72, dtype="bf16", cache="e4m3", page=16), "split", "tile"),
-    (Case(PREFILL, dim=128, dtype="e5m2", cache="e5m2", page=16, descale="H"), "swap", "tile"),
-    (Case(PREFILL, dim=128, dtype="e4m3", cache="u8:e5m2", page=16), "swap", "tile"),
-    (Case(PREFILL, dim=256, dtype="e4m3", cache="e4m3", page=16, descale="H"), "swap", "tile"),
+    (Case(PREFILL, dim=72, dtype="e5m2", cache="e4m3", page=16), "split", "tile"),
     (Case(SHORT, heads=(12, 3), dim=128, dtype="bf16", page=16), "swap", "tile"),
     (Case(SHORT, heads=(8, 1), dim=64, dtype="f16", leftpad=True, sinks="f32"), "swap", "tile"),
     (Case(BESIDE, heads=(12, 3), dim=128, dtype="bf16", page=16), "swap", "wide"),

@@ -36,7 +36,8 @@ ROWS = {
     "chunks": Case(((64, 5000), (1, 300), (20, 900), (128, 4100), (300, 310), (47, 512)), heads=(4, 1)),
     # Few by their keys; with one query or key less or more they are not.
     "bounds": Case(
-        ((47, 511), (47, 512), (48, 512), (48, 4095), (48, 4096), (128, 4096), (129, 4096)), heads=(4, 2)
+        ((47, 255), (47, 256), (47, 511), (47, 512), (48, 512), (48, 4096), (128, 4096), (129, 4096)),
+        heads=(4, 2),
     ),
 }
 FP8_CACHES = [("bf16", "e4m3"), ("bf16", "u8:e5m2"), ("f16", "e5m2"), ("e4m3", "e4m3"), ("e5m2", "u8:e4m3")]
@@ -67,9 +68,7 @@ def many_engine(case: Case) -> str:
     """What serves the sequences of many queries, where swap serves those of few."""
     if case.heads[0] // case.heads[1] * max(len_q for len_q, _ in case.lens) <= 64 or case.heads[0] >= 100:
         return "swap"  # there are none
-    if case.dtype in ("bf16", "f16"):
-        return "wide"
-    return "wide" if {case.dtype, case.cache} == {"e4m3"} and case.dim <= 128 else "tile"
+    return "wide"
 
 
 def call_with_bound(rng: np.random.Generator, case: Case) -> tuple[str, Arguments]:

@@ -21,9 +21,11 @@ Rows RowsOf(const flashxla_tensor& t) {
 
 // Whether offsets in units of 16 bytes fit 32 bits, i.e. whether the cache spans less than 64 GiB.
 bool IsNear(const Cache& c, const CacheView& view, int64_t size) {
-  const int64_t last =
-      (view.num_blocks - 1) * c.stride_block + (view.block_size - 1) * c.stride_token;
-  return c.stride_block >= 0 && c.stride_token >= 0 && last * size / 16 < (int64_t{1} << 32);
+  const int64_t last = (view.num_blocks - 1) * c.stride_block +
+                       (view.block_size - 1) * c.stride_token +
+                       (view.num_heads - 1) * c.stride_head;
+  return c.stride_block >= 0 && c.stride_token >= 0 && c.stride_head >= 0 &&
+         last * size / 16 < (int64_t{1} << 32);
 }
 
 bool InVectors(const Cache& c, int64_t head_size, int64_t size) {

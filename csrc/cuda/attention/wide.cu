@@ -64,18 +64,26 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
 #endif
 }
 
+WideKeys KeysOf(const Problem& p) {
+  if (!IsFp8(p.kv_dtype)) return WideKeys::kDirect;
+  const bool all_e4m3 = p.q_dtype == FLASHXLA_F8E4M3 && p.kv_dtype == FLASHXLA_F8E4M3;
+  if (all_e4m3 && WideHeadSizes::Bucket(p.head_size) <= 128) return WideKeys::kFp8;
+  return IsFp8(p.q_dtype) ? WideKeys::kAllWidened : WideKeys::kWidened;
+}
+
+// Keys that threads copy, since TMA takes longer.
+bool Gathers(const Problem& p) {
+  return KeysOf(p) == WideKeys::kDirect && KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys;
+}
+
 const char* WhyNotWide(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
-  if (IsFp8(p.q_dtype)) {
-    if (p.q_dtype != FLASHXLA_F8E4M3 || p.kv_dtype != FLASHXLA_F8E4M3) {
-      return "fp8 queries, and not all of e4m3";
-    }
-    if (WideHeadSizes::Bucket(p.head_size) > 128) return "fp8 queries with a head size above 128";
-  }
+  if (IsFp8(p.q_dtype) && !IsFp8(p.kv_dtype)) return "fp8 queries of 16-bit keys";
   if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
   if (const char* why = WhyNoCacheBoxes(p, 1); why[0] != '\0') return why;
+  if (Gathers(p) && !p.kv_near) return "pages that are no multiple of 8 tokens, in 64 GiB or more";
   if (!AreVectors(p.q, p.q_dtype)) {
     return "strides or addresses of the queries are not multiples of 16 bytes";
   }
@@ -86,17 +94,6 @@ const char* WhyNotWide(const Facts& facts) {
     return "strides or addresses of out are not multiples of 16 bytes";
   }
   return "";
-}
-
-WideKeys KeysOf(const Problem& p) {
-  return !IsFp8(p.kv_dtype)  ? WideKeys::kDirect
-         : !IsFp8(p.q_dtype) ? WideKeys::kWidened
-                             : WideKeys::kFp8;
-}
-
-// Keys that threads copy, since TMA takes longer.
-bool Gathers(const Problem& p) {
-  return KeysOf(p) == WideKeys::kDirect && KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys;
 }
 
 // Whether the plan may divide the keys of q tiles. With fewer keys, or more q tiles, it does not,
@@ -140,7 +137,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.box_keys = KeysOfBox(p, S::kKeys);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
-  if (!MapQueries(p, S::kBlockColumns, S::kQTileTokens, &w.q) ||
+  if (!MapQueries(p, S::kLoadedQueryColumns, S::kQTileTokens, &w.q) ||
       !MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
     return false;
@@ -178,12 +175,17 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
               : scores == WideScores::kMore
                   ? Launch<Out, Out, kDims, kDirect, WideScores::kMore>(p, workspace, stream)
                   : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
-        } else if (!IsFp8(p.q_dtype)) {
+        } else if (KeysOf(p) == WideKeys::kWidened) {
           launched =
               LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
-        } else if constexpr (std::is_same_v<Out, __nv_bfloat16> && kDims <= 128) {
-          launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, scores,
-                                                                                workspace, stream);
+        } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
+          if (KeysOf(p) == WideKeys::kAllWidened) {
+            launched = LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(p, scores, workspace,
+                                                                               stream);
+          } else if constexpr (kDims <= 128) {
+            launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(
+                p, scores, workspace, stream);
+          }
         }
       });
   if (launched) return FLASHXLA_OK;

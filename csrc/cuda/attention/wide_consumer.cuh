@@ -147,6 +147,11 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     const int first = tile.begin / kKeys;
     int n = (tile.end + kKeys - 1) / kKeys - 1;
     WaitBarrier(shared.queries_full(queries.stage), queries.parity);
+    if constexpr (S::kWidensQueries) {
+      const uint32_t mine = shared.queries(queries.stage) + group * 64 * kWideRowBytes;
+      p.q_dtype == FLASHXLA_F8E5M2 ? WidenQueries<Out, true, S>(mine, kGroupBarrier + group)
+                                   : WidenQueries<Out, false, S>(mine, kGroupBarrier + group);
+    }
     if constexpr (S::kQueriesInRegisters) {
       const int row = row0 - lane / 4 + lane % 16;
 #pragma unroll

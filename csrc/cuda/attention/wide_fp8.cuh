@@ -72,6 +72,45 @@ __device__ inline void WidenTile(uint32_t from, uint32_t to) {
   }
 }
 
+// A warpgroup's rows of fp8 queries, in place. They are there as they are in memory, in the first
+// blocks of columns. barrier: of the warpgroup, which must call it together.
+template <typename T, bool kE5m2, typename S>
+__device__ void WidenQueries(uint32_t rows, int barrier) {
+  constexpr int kVectors = 8 * S::kRawBlocks * 64, kEach = kVectors / kWarpgroupThreads;
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  uint4 raw[kEach];
+  auto at = [&](int block, int row, int vector) {
+    return rows + (block * S::kQTileTokens + row) * kWideRowBytes + (vector ^ row % 8) * 16;
+  };
+  const int vector = thread % 8;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int row = (i * kWarpgroupThreads + thread) / 8;
+    raw[i] = LoadShared<uint4>(at(row / 64, row % 64, vector));
+  }
+  SyncNamed(barrier, kWarpgroupThreads);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int row = (i * kWarpgroupThreads + thread) / 8;
+    const int block = row / 64 * 2 + vector / 4;
+    if (block >= S::kBlocks) continue;
+    const uint32_t x[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+    uint32_t y[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) WidenTo<T, kE5m2>(x[j], &y[2 * j], &y[2 * j + 1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t* z = &y[4 * half];
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                       at(block, row % 64, vector % 4 * 2 + half)),
+                   "r"(z[0]), "r"(z[1]), "r"(z[2]), "r"(z[3])
+                   : "memory");
+    }
+  }
+  FenceProxy();
+  SyncNamed(barrier, kWarpgroupThreads);
+}
+
 // This warp's share of a kv tile of e4m3 values [keys, dims], turned to [dims, keys]. Where rows
 // [low, high) do not cover the tile, the others become zeros.
 //

@@ -11,12 +11,13 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// A warp's rows of kv tiles. Each lane knows where one row lies, and copies vectors of all.
+// A warp's rows of kv tiles. Each lane knows where one row lies, and copies a vector of each.
 template <typename S>
 struct WideRows {
   static constexpr int kCount = S::kKeys / kGatheringWarps;
   static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
   static constexpr int kAtOnce = 32 / kVectors;                     // rows
+  static_assert(kCount % 4 == 0 && kCount % (4 * kAtOnce) == 0);
   const Problem& p;
   const ManyTile& tile;
   int first_row;  // in the kv tile
@@ -25,30 +26,55 @@ struct WideRows {
       : p(problem), tile(q_tile), first_row(threadIdx.x / 32 * kCount) {}
 
   // The block and token of the lane's row in kv tile n; a block of -1 if that key does not exist.
+  // Only starts to load the block.
   __device__ int2 Locate(int n) const {
     const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
-    int2 place = make_int2(-1, 0);
-    if (key >= 0 && key < tile.s.num_keys) p.Locate(tile.s, tile.index, key, &place.x, &place.y);
-    return place;
+    if (key < 0 || key >= tile.s.num_keys) return make_int2(-1, 0);
+    const int page = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_table.block_size;
+    return make_int2(Entry(p.block_table, tile.index, page), key - page * p.block_table.block_size);
   }
 
   // Starts to copy the rows to a stage; zeros where no key is.
   __device__ void Copy(const Cache& cache, int kv_head, int2 place, uint32_t stage) const {
-    const int lane = threadIdx.x & 31, vector = lane % kVectors;
-    const int64_t row_offset =
-        place.x * cache.stride_block + place.y * cache.stride_token + kv_head * cache.stride_head;
-    const bool inside = vector * 8 < p.head_size, idle = lane >= kAtOnce * kVectors;
-    const uint32_t to = stage + vector / 8 * S::kKeys * kWideRowBytes;
-#pragma unroll 4
-    for (int i = 0; i < kCount; i += kAtOnce) {
-      const int from = i + lane / kVectors, row = first_row + from;
-      const int64_t offset = __shfl_sync(kAllLanes, row_offset, from);
-      const bool exists = __shfl_sync(kAllLanes, place.x, from) >= 0;
-      if (idle) continue;
-      CopyAsync16(to + row * kWideRowBytes + (vector % 8 ^ row % 8) * 16,
-                  cache.data + (offset + vector * 8) * 2, exists && inside);
-    }
+    __ballot_sync(kAllLanes, place.x < 0) == 0 ? Copy<true>(cache, kv_head, place, stage)
+                                               : Copy<false>(cache, kv_head, place, stage);
     CommitCopies();
+  }
+
+ private:
+  // kAllExist: all rows do. Then little is done for each copy, since these warps are short of time.
+  template <bool kAllExist>
+  __device__ void Copy(const Cache& cache, int kv_head, int2 place, uint32_t stage) const {
+    const int lane = threadIdx.x & 31, vector = lane % kVectors, row = first_row + lane / kVectors;
+    // In units of 16 bytes, in which offsets fit 32 bits (kv_near).
+    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / 8); };
+    const uint32_t row_offset = place.x * unit(cache.stride_block) +
+                                place.y * unit(cache.stride_token) +
+                                kv_head * unit(cache.stride_head);
+    const char* from = cache.data + vector * 16;
+    const uint32_t to =
+        stage + (vector / 8 * S::kKeys + row) * kWideRowBytes + (vector % 8 ^ row % 8) * 16;
+    const bool inside = vector * 8 < p.head_size, idle = lane >= kAtOnce * kVectors;
+    constexpr int kTogether = kAllExist ? 4 : 1;  // copies whose places are asked for together
+#pragma unroll(kAllExist ? kCount / kAtOnce / kTogether : 1)
+    for (int first = 0; first < kCount; first += kTogether * kAtOnce) {
+      uint32_t offset[kTogether];
+      bool exists[kTogether];
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int i = first + n * kAtOnce + lane / kVectors;
+        offset[n] = __shfl_sync(kAllLanes, row_offset, i);
+        exists[n] = kAllExist || __shfl_sync(kAllLanes, place.x, i) >= 0;
+      }
+      if (idle) continue;
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int i = first + n * kAtOnce;
+        // Row i of these is at row % 8 ^ i % 8 of 8: warps begin at multiples of 4.
+        CopyAsync16((to ^ i % 8 * 16) + i * kWideRowBytes, from + uint64_t{offset[n]} * 16,
+                    exists[n] && inside);
+      }
+    }
   }
 };
 

@@ -14,11 +14,12 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
                               const ManyTile& tile, PipelineState<S::kQueryStages>& state) {
   const uint32_t full = shared.queries_full(state.stage);
   WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
+  constexpr int kLoaded = S::kWidensQueries ? S::kRawBlocks : S::kBlocks;
   if (threadIdx.x % 32 == 0) {
-    ArriveExpecting(full, S::kQueryBytes);
-    for (int c = 0; c < S::kBlocks; ++c) {
+    ArriveExpecting(full, kLoaded * S::kQTileTokens * kWideRowBytes);
+    for (int c = 0; c < kLoaded; ++c) {
       LoadBox3(shared.queries(state.stage) + c * S::kQTileTokens * kWideRowBytes, &w.q, full,
-               c * S::kBlockColumns, tile.head, tile.s.first_query + tile.first_query);
+               c * S::kLoadedQueryColumns, tile.head, tile.s.first_query + tile.first_query);
     }
   }
   __syncwarp();

@@ -36,8 +36,13 @@ constexpr int kGatheringWarps = kWarpgroupThreads / 32;
 enum class WideKeys {
   kDirect,   // 16 bit, as the queries: TMA loads them
   kWidened,  // fp8, under 16-bit queries: warps widen keys to the queries' dtype, values to float16
-  kFp8,      // e4m3, as the queries: products of e4m3. Warps turn the values around
+  kAllWidened,  // the same of fp8 queries, which are widened to bfloat16
+  kFp8,         // e4m3, as the queries: products of e4m3. Warps turn the values around
 };
+
+constexpr bool IsWidened(WideKeys keys) {
+  return keys == WideKeys::kWidened || keys == WideKeys::kAllWidened;
+}
 
 // What an instance has code for: ALiBi costs registers, and code between what all calls need costs
 // time, though it is not executed.
@@ -59,13 +64,14 @@ constexpr int WidePartialVectors(int dims) { return dims / 8 + 1; }
 
 // Keys of a kv tile: as many as leave room for two stages.
 constexpr int WideKvTileKeys(int dims, WideKeys keys) {
-  return dims <= 128 ? 128 : keys == WideKeys::kWidened ? 64 : dims <= 192 ? 96 : 80;
+  return dims <= 128 ? 128 : IsWidened(keys) ? 64 : dims <= 192 ? 96 : 80;
 }
 
 template <int kDims, WideKeys kKeyKind, WideScores kScores>
 struct WideShape {
   static constexpr bool kDirect = kKeyKind == WideKeys::kDirect;
-  static constexpr bool kWidened = kKeyKind == WideKeys::kWidened;
+  static constexpr bool kWidened = IsWidened(kKeyKind);
+  static constexpr bool kWidensQueries = kKeyKind == WideKeys::kAllWidened;
   static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
   static constexpr bool kSoftcap = kScores != WideScores::kPlain;
   static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
@@ -97,6 +103,7 @@ struct WideShape {
   // fp8 keys or values as they are in memory.
   static constexpr int kRawColumns = kWideRowBytes;
   static constexpr int kRawBlocks = (kDims + kRawColumns - 1) / kRawColumns;
+  static constexpr int kLoadedQueryColumns = kWidensQueries ? kRawColumns : kBlockColumns;
   static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
   static constexpr int kRawStages = kDirect ? 0 : 2;
   static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
