@@ -44,7 +44,7 @@ struct KeyPlaces {
     places.seen = j >= s.first_key;
     places.token = s.key_row + j;
     if (p.block_table.data != nullptr) {
-      const int page = p.block_shift >= 0 ? j >> p.block_shift : j / p.block_table.block_size;
+      const int page = p.PageOf(j);
       places.token = j - page * p.block_table.block_size;
       if (places.inside) places.block = Entry(p.block_table, index, page);
     }

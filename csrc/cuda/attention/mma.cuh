@@ -26,6 +26,13 @@ __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Stores 16 bytes in shared memory.
+__device__ inline void StoreShared16(uint32_t address, const uint32_t* words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // What lies in shared memory as 4, 8 or a multiple of 16 bytes, aligned to as many, at most 16.
 template <typename T>
 __device__ inline T LoadShared(uint32_t address) {

@@ -96,6 +96,11 @@ struct Problem {
   }
   __device__ KeyRange Visible(const Sequence& s, int i) const { return Visible(s, i, i); }
 
+  // The page that key j lies in.
+  __device__ int PageOf(int j) const {
+    return block_shift >= 0 ? j >> block_shift : j / block_table.block_size;
+  }
+
   // Finds key j of sequence `index`: its block, and its token in the block. False if its table
   // entry is unsound: the key is skipped. j must be in [0, num_keys).
   __device__ bool Locate(const Sequence& s, int index, int j, int* block, int* token) const {

@@ -14,6 +14,17 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
+// Waits until the other parts of a q tile are there, the last of which this block has stored. The
+// consumer warps must call it together.
+template <typename S>
+__device__ void AwaitParts(const SwapProblem& w, const SplitWorkspace& workspace, int kv_head,
+                           const SplitTile& tile, int first_block) {
+  for (int n = threadIdx.x; n < tile.num_parts - 1; n += S::kConsumerThreads) {
+    AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
+  }
+  SyncNamed(kSwapConsumers, S::kConsumerThreads);
+}
+
 // Combines the q tile whose last part is this block's, if there is one. The consumer warps must
 // call it after they stored that part. The parts come into shared memory, where the keys were: a
 // warp has a share of that, and takes rows in turn with the others.
@@ -35,12 +46,7 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
   static_assert(kSlots > 0);
   const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
   const int first_block = static_cast<int>(blockIdx.y) - num_parts + 1;
-  if (num_parts > 0) {
-    for (int n = threadIdx.x; n < num_parts - 1; n += S::kConsumerThreads) {
-      AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
-    }
-    SyncNamed(kSwapConsumers, S::kConsumerThreads);
-  }
+  if (num_parts > 0) AwaitParts<S>(w, workspace, kv_head, tile, first_block);
   // Without a part one row is walked through.
   const int rows =
       num_parts > 0 ? min(tile.num_queries * w.p.group_size - tile.first_row, workspace.shape.rows)

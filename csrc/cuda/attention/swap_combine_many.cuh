@@ -2,8 +2,7 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_MANY_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_MANY_CUH_
 
-#include "cuda/attention/flag.cuh"
-#include "cuda/attention/swap_shared.cuh"
+#include "cuda/attention/swap_combine.cuh"
 
 namespace flashxla::attention {
 
@@ -29,10 +28,7 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
   const PartialShape& shape = workspace.shape;
   const int first_block = static_cast<int>(blockIdx.y) - num_parts + 1;
   const int rows = min(tile.num_queries * p.group_size - tile.first_row, shape.rows);
-  for (int n = threadIdx.x; n < num_parts - 1; n += S::kConsumerThreads) {
-    AwaitFlag(workspace.flag(kv_head, first_block + n, n == 0 && tile.back), w.tag);
-  }
-  SyncNamed(kSwapConsumers, S::kConsumerThreads);
+  AwaitParts<S>(w, workspace, kv_head, tile, first_block);
 
   // Each block has two places for partial results, and only the first part can be in the second.
   const float* const front = workspace.partial(kv_head, first_block, false);

@@ -161,7 +161,7 @@ struct SwapBoxes {
     boxes.token = s.key_row + j;
     boxes.block = 0;
     if (p.block_table.data != nullptr) {
-      const int page = p.block_shift >= 0 ? j >> p.block_shift : j / p.block_table.block_size;
+      const int page = p.PageOf(j);
       boxes.token = j - page * p.block_table.block_size;
       if (boxes.inside) boxes.block = Entry(p.block_table, at.index, page);
     }

@@ -408,9 +408,7 @@ struct SwapTile {
 #pragma unroll
       for (int n = 0; n < 4; ++n) StoreShared4(block + SwapQueryOffset(row, d + 2 * n), x[n]);
     } else {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(RowAddress(row, d)), "r"(x[0]),
-                   "r"(x[1]), "r"(x[2]), "r"(x[3])
-                   : "memory");
+      StoreShared16(RowAddress(row, d), x);
     }
   }
 

@@ -163,6 +163,7 @@ bool LaunchConverted(const Problem& p, WideScores scores, void* workspace, cudaS
 flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t stream) {
   bool launched = false;
   const WideScores scores = ScoresOf(p);
+  const WideKeys keys = KeysOf(p);
   WithInstance<WideHeadSizes>(
       p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
         using Out = typename decltype(t)::type;
@@ -175,11 +176,11 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
               : scores == WideScores::kMore
                   ? Launch<Out, Out, kDims, kDirect, WideScores::kMore>(p, workspace, stream)
                   : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
-        } else if (KeysOf(p) == WideKeys::kWidened) {
+        } else if (keys == WideKeys::kWidened) {
           launched =
               LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
         } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
-          if (KeysOf(p) == WideKeys::kAllWidened) {
+          if (keys == WideKeys::kAllWidened) {
             launched = LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(p, scores, workspace,
                                                                                stream);
           } else if constexpr (kDims <= 128) {

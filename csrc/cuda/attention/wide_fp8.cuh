@@ -63,12 +63,7 @@ __device__ inline void WidenTile(uint32_t from, uint32_t to) {
     }
     const uint32_t row = to + (block * S::kKeys + first_key) * kWideRowBytes;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(row ^ half * 16),
-                   "r"(y[4 * half]), "r"(y[4 * half + 1]), "r"(y[4 * half + 2]),
-                   "r"(y[4 * half + 3])
-                   : "memory");
-    }
+    for (int half = 0; half < 2; ++half) StoreShared16(row ^ half * 16, &y[4 * half]);
   }
 }
 
@@ -100,11 +95,7 @@ __device__ void WidenQueries(uint32_t rows, int barrier) {
     for (int j = 0; j < 4; ++j) WidenTo<T, kE5m2>(x[j], &y[2 * j], &y[2 * j + 1]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t* z = &y[4 * half];
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       at(block, row % 64, vector % 4 * 2 + half)),
-                   "r"(z[0]), "r"(z[1]), "r"(z[2]), "r"(z[3])
-                   : "memory");
+      StoreShared16(at(block, row % 64, vector % 4 * 2 + half), &y[4 * half]);
     }
   }
   FenceProxy();

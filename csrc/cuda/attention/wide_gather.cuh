@@ -17,7 +17,7 @@ struct WideRows {
   static constexpr int kCount = S::kKeys / kGatheringWarps;
   static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
   static constexpr int kAtOnce = 32 / kVectors;                     // rows
-  static_assert(kCount % 4 == 0 && kCount % (4 * kAtOnce) == 0);
+  static_assert(kCount % (4 * kAtOnce) == 0);
   const Problem& p;
   const ManyTile& tile;
   int first_row;  // in the kv tile
@@ -30,7 +30,7 @@ struct WideRows {
   __device__ int2 Locate(int n) const {
     const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
     if (key < 0 || key >= tile.s.num_keys) return make_int2(-1, 0);
-    const int page = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_table.block_size;
+    const int page = p.PageOf(key);
     return make_int2(Entry(p.block_table, tile.index, page), key - page * p.block_table.block_size);
   }
 
