@@ -148,7 +148,11 @@ IndexTensors IndexTensorsOf(const flashxla_attention_args& args) {
     index.block_table.data = static_cast<const int32_t*>(args.block_table.data);
     index.block_table.stride_sequence = args.block_table.stride[0];
     index.block_table.stride_page = args.block_table.stride[1];
-    index.capacity = args.block_table.shape[1] * k.block_size;
+    const int64_t width = args.block_table.shape[1];
+    const bool dense = args.block_table.stride[1] == 1 &&
+                       (args.block_table.stride[0] == width || index.num_sequences == 1);
+    index.block_table.num_entries = dense ? index.num_sequences * width : 0;
+    index.capacity = width * k.block_size;
   }
   return index;
 }

@@ -24,6 +24,7 @@ FLASHXLA_HOST_DEVICE int32_t At(const Index& index, int64_t i) {
 struct BlockTable {
   const int32_t* data;
   int64_t stride_sequence, stride_page;
+  int64_t num_entries;  // of all sequences, if they lie in memory without gaps; else 0
   int32_t num_blocks, block_size;
 };
 

@@ -29,6 +29,8 @@ struct OwnList {
 // come before others' sequences are read.
 __device__ inline PlannedSequence ReadOwnSequences(const Problem& p, PlannedSequence* sequences) {
   const IndexTensors& index = p.index;
+  const bool checks = !p.roles.all_few && index.block_table.data != nullptr;
+  const TableGlance glance(index.block_table, checks);
   const int i = threadIdx.x, num_sequences = NumSequences(index);
   PlannedSequence s = {};
   bool grows = true, has_keys = false;
@@ -38,7 +40,8 @@ __device__ inline PlannedSequence ReadOwnSequences(const Problem& p, PlannedSequ
     grows = AreQueries(index, begin, end);
     s.first_query = begin, s.num_queries = end - begin;
   }
-  if (!__syncthreads_and(grows)) {
+  const bool fine = __syncthreads_and(grows && (!checks || glance.AllSound()));
+  if (!fine && !__syncthreads_and(grows)) {
     if (i < 32) ReadUnsoundQueries(index, num_sequences, sequences);
     __syncthreads();
     if (i < num_sequences) s.num_queries = sequences[i].num_queries;
@@ -49,7 +52,7 @@ __device__ inline PlannedSequence ReadOwnSequences(const Problem& p, PlannedSequ
     s = {};
   }
   if (i < index.num_sequences) sequences[i] = s;
-  if (!p.roles.all_few && index.block_table.data != nullptr) {
+  if (checks && !fine) {
     const OwnList list = {sequences, index.num_sequences};
     __syncthreads();
     CheckTables(p.roles, index.block_table, list);

@@ -99,13 +99,44 @@ __device__ inline bool HasUnsoundPage(const BlockTable& table, int index, unsign
   return unsound;
 }
 
+// A look at all entries of a block table, if they are few: where all are sound, CheckTables would
+// find nothing. It is made before anything is known of the sequences, so that its loads overlap
+// with those of the offsets.
+class TableGlance {
+ public:
+  __device__ TableGlance(const BlockTable& table, bool wanted)
+      : table_(table),
+        looks_(wanted && table.num_entries > 0 && table.num_entries <= kAtMost * blockDim.x) {
+#pragma unroll
+    for (int n = 0; n < kAtMost; ++n) {
+      const unsigned i = threadIdx.x + n * blockDim.x;
+      block_[n] = looks_ && i < table.num_entries ? table.data[i] : 0;
+    }
+  }
+  // Whether this thread saw only sound entries, and all threads looked.
+  __device__ bool AllSound() const {
+    bool sound = looks_;
+#pragma unroll
+    for (int n = 0; n < kAtMost; ++n) sound &= IsSound(table_, block_[n]);
+    return sound;
+  }
+
+ private:
+  static constexpr int kAtMost = 8;  // entries of a thread
+  const BlockTable& table_;
+  bool looks_;
+  int block_[kAtMost];
+};
+
 // The engine for many queries does not check page numbers: a sequence with an unsound page gets
 // another role. (The cache has pages; without any, the engine does not serve the call.)
 // list: its size, SetRole(n, role), and Get(n) with the index, num_keys and role of a sequence. All
 // threads of the block must call it.
 template <typename List>
 __device__ void CheckTables(const RoleRules& rules, const BlockTable& table, const List& list) {
-  constexpr int kMaxOfLane = 128;  // lanes check a sequence of so many pages each, else all threads
+  // Lanes check a sequence of so many pages each, else all threads: so do they for a few sequences
+  // in the time of one round of loads.
+  const int most_of_lane = min(8 * list.size, 128);
   const Role other = rules.few_takes_rest ? kFew : kRest;
   auto pages_of = [&](const auto& s) {
     return s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
@@ -116,7 +147,7 @@ __device__ void CheckTables(const RoleRules& rules, const BlockTable& table, con
   for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
     const auto s = list.Get(n);
     const int pages = pages_of(s);
-    if (pages > kMaxOfLane * lanes.count) {
+    if (pages > most_of_lane * lanes.count) {
       more = true;
     } else if (lanes.Any(HasUnsoundPage(table, s.index, pages, lanes.lane(), lanes.count))) {
       if (lanes.lane() == 0) list.SetRole(n, other);
@@ -127,7 +158,7 @@ __device__ void CheckTables(const RoleRules& rules, const BlockTable& table, con
   for (int n = 0; n < list.size; ++n) {
     const auto s = list.Get(n);
     const int pages = pages_of(s);
-    if (pages <= kMaxOfLane * lanes.count) continue;
+    if (pages <= most_of_lane * lanes.count) continue;
     const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, blockDim.x);
     if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, other);
   }

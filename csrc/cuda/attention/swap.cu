@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   const SwapShared<S> shared(dynamic);
   const int kv_head = blockIdx.x;
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
-  TriggerNext();
+  if (!w.p.few_follows) TriggerNext();  // else at the end, as wide does
   if (threadIdx.x == 0) {
     PrefetchMap(&w.k), PrefetchMap(&w.v);
     shared.InitBarriers();

@@ -34,9 +34,6 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   }
   __syncthreads();
   WaitForPrevious();
-  // Not before: the engine for few queries, which comes next, relies on all that came before this
-  // kernel, and does not wait for it.
-  TriggerNext();
   const int items =
       w.p.makes_plan ? MakeOwnPlan<S>(w, memory) : w.p.plan.totals[kMany] * w.p.num_heads;
   const bool works = static_cast<int>(blockIdx.x) < items;
@@ -60,6 +57,8 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   } else {
     RaiseRegisters<S::kConsumerRegisters>();
     if (works) Consume<Product, Out, kDims>(w, shared);
+    // At the end: a launch fetches the next kernel's instructions, which takes the place of these.
+    TriggerNext();
   }
 #endif
 }
@@ -135,6 +134,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
+  w.block_size = FastDivide(p.block_table.block_size);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kLoadedQueryColumns, S::kQTileTokens, &w.q) ||

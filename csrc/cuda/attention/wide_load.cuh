@@ -31,24 +31,26 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
 template <typename S>
 struct WideBoxes {
   static constexpr int kKeys = S::kKeys;
+  static constexpr int kMostBoxes = S::kDirect ? kKeys / kWideLeastBoxKeys : kKeys;
   const WideProblem& w;
   const ManyTile& tile;
-  int count;  // boxes of a kv tile
+  const int32_t* pages;  // of the sequence; null: dense
+  int count;             // boxes of a kv tile
 
   __device__ WideBoxes(const WideProblem& problem, const ManyTile& q_tile)
-      : w(problem), tile(q_tile), count(kKeys / problem.box_keys) {}
+      : w(problem), tile(q_tile), pages(w.p.block_table.data), count(kKeys / problem.box_keys) {
+    if (pages != nullptr) pages += tile.index * w.p.block_table.stride_sequence;
+  }
 
   // The block and token of a box of kv tile n. For keys that do not exist it is a box outside the
-  // cache, which TMA fills with zeros.
+  // cache, which TMA fills with zeros. (Every page number is sound: see CheckTables.)
   __device__ int2 Locate(int n, int box) const {
-    const Problem& p = w.p;
+    const BlockTable& table = w.p.block_table;
     const int key = n * kKeys + box * w.box_keys;
-    if (p.block_table.data == nullptr) return make_int2(0, tile.s.key_row + key);
-    int2 place = make_int2(p.block_table.num_blocks, 0);
-    if (box < count && key >= 0 && key < tile.s.num_keys) {
-      p.Locate(tile.s, tile.index, key, &place.x, &place.y);
-    }
-    return place;
+    if (pages == nullptr) return make_int2(0, tile.s.key_row + key);
+    if (box >= count || key < 0 || key >= tile.s.num_keys) return make_int2(table.num_blocks, 0);
+    const int page = w.block_size.Quotient(key);
+    return make_int2(pages[page * table.stride_page], key - page * table.block_size);
   }
 
   // Starts to load kv tile n, in kBlocks blocks of kColumns columns. place: that of the lane's
@@ -60,13 +62,19 @@ struct WideBoxes {
     constexpr int kBlockBytes = kKeys * kWideRowBytes;
     if (lane == 0) ArriveExpecting(full, kBlocks * kBlockBytes);
     __syncwarp();
-#pragma unroll 1
-    for (int box = lane; box < count; box += 32) {
-      if (box != lane) place = Locate(n, box);
+    auto load = [&](int box) {
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
         LoadBox4(to + c * kBlockBytes + box * w.box_keys * kWideRowBytes, map, full, c * kColumns,
                  tile.kv_head, place.y, place.x);
+      }
+    };
+    if (lane < count) load(lane);
+    if constexpr (kMostBoxes > 32) {
+#pragma unroll 1
+      for (int box = lane + 32; box < count; box += 32) {
+        place = Locate(n, box);
+        load(box);
       }
     }
   }

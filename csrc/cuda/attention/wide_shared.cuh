@@ -6,6 +6,7 @@
 #include "cuda/attention/many_parts.cuh"
 #include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/problem.cuh"
+#include "cuda/fast_divide.h"
 
 namespace flashxla::attention {
 
@@ -118,16 +119,19 @@ struct WideShape {
   static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
                                 kValueStages * kValueBytes + kRawStages * kRawBytes + kTileBytes +
                                 kBarrierBytes;
-  // Of a thread: together what all threads have at the start.
-  static constexpr bool kLoadsByTma = kDirect && !kAlibi;  // and does nothing else
-  static constexpr int kProducerRegisters = kManyProducers   ? 48
-                                            : !kLoadsByTma   ? 40
-                                            : kConsumers > 2 ? 32
-                                                             : 24;
-  static constexpr int kConsumerRegisters = kConsumers > 2   ? 160
-                                            : kManyProducers ? 208
-                                            : !kLoadsByTma   ? 232
-                                                             : 240;
+  // Of a thread: together what all threads have at the start. Those who only start copies by TMA get
+  // few where the consumers need the rest.
+  static constexpr bool kLoadsByTma = kDirect && !kAlibi;
+  static constexpr bool kConsumersNeedAll =
+      kLoadsByTma && (kDims > 192 || (kDims > 128 && kScores != WideScores::kPlain));
+  static constexpr int kProducerRegisters = kManyProducers      ? 48
+                                            : kConsumers > 2    ? 32
+                                            : kConsumersNeedAll ? 24
+                                                                : 40;
+  static constexpr int kConsumerRegisters = kConsumers > 2      ? 160
+                                            : kManyProducers    ? 208
+                                            : kConsumersNeedAll ? 240
+                                                                : 232;
   static_assert(kBytes <= 227 * 1024);
 };
 
@@ -135,6 +139,7 @@ struct WideProblem {
   CUtensorMap q, k, v;
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
+  FastDivide block_size;
   bool gathers;  // plain keys: threads copy them, not TMA
   bool divides;  // the plan may divide q tiles into parts
   // The results of these, and a flag for those of each warpgroup.
