@@ -30,7 +30,7 @@ struct OwnList {
 __device__ inline PlannedSequence ReadOwnSequences(const Problem& p, PlannedSequence* sequences) {
   const IndexTensors& index = p.index;
   const bool checks = !p.roles.all_few && index.block_table.data != nullptr;
-  const TableGlance glance(index.block_table, checks);
+  TableGlance glance(index.block_table, checks);
   const int i = threadIdx.x, num_sequences = NumSequences(index);
   PlannedSequence s = {};
   bool grows = true, has_keys = false;

@@ -107,25 +107,36 @@ class TableGlance {
   __device__ TableGlance(const BlockTable& table, bool wanted)
       : table_(table),
         looks_(wanted && table.num_entries > 0 && table.num_entries <= kAtMost * blockDim.x) {
-#pragma unroll
-    for (int n = 0; n < kAtMost; ++n) {
-      const unsigned i = threadIdx.x + n * blockDim.x;
-      block_[n] = looks_ && i < table.num_entries ? table.data[i] : 0;
-    }
+    if (looks_) Load(threadIdx.x);
   }
-  // Whether this thread saw only sound entries, and all threads looked.
-  __device__ bool AllSound() const {
-    bool sound = looks_;
+  // Whether this thread sees only sound entries, and all threads look.
+  __device__ bool AllSound() {
+    if (!looks_) return false;
+    unsigned first = threadIdx.x;
+    while (true) {
+      bool sound = true;
 #pragma unroll
-    for (int n = 0; n < kAtMost; ++n) sound &= IsSound(table_, block_[n]);
-    return sound;
+      for (int n = 0; n < kAtOnce; ++n) sound &= IsSound(table_, block_[n]);
+      first += kAtOnce * blockDim.x;
+      if (!sound || first >= table_.num_entries) return sound;
+      Load(first);
+    }
   }
 
  private:
-  static constexpr int kAtMost = 8;  // entries of a thread
+  static constexpr int kAtMost = 8, kAtOnce = 4;  // entries of a thread; loads that overlap
+
+  __device__ void Load(unsigned first) {
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const unsigned i = first + n * blockDim.x;
+      block_[n] = i < table_.num_entries ? table_.data[i] : 0;
+    }
+  }
+
   const BlockTable& table_;
   bool looks_;
-  int block_[kAtMost];
+  int block_[kAtOnce];
 };
 
 // The engine for many queries does not check page numbers: a sequence with an unsound page gets

@@ -55,6 +55,25 @@ __device__ inline int RankByCost(const int32_t* cost, int count, int k) {
   return rank;
 }
 
+// A number by which tile k of less than 2048 is sorted: the most expensive first, and of those that
+// cost the same the first.
+__device__ inline uint32_t CostKey(int cost, int k) {
+  constexpr int kMostCost = (1 << 21) - 1;  // more differs no more
+  return static_cast<uint32_t>(min(cost, kMostCost)) << 11 | (2047 - k);
+}
+
+// How many of `count` keys are larger than `own`. They lie at a multiple of 16 bytes, and zeros
+// fill up the last four.
+__device__ inline int RankByKey(const uint32_t* keys, int count, uint32_t own) {
+  int rank = 0;
+#pragma unroll 2
+  for (int j = 0; j < count; j += 4) {
+    const uint4 x = *reinterpret_cast<const uint4*>(keys + j);
+    rank += (x.x > own) + (x.y > own) + (x.z > own) + (x.w > own);
+  }
+  return rank;
+}
+
 // Sorts at most kMost tiles, the most expensive first. All threads of the block must call it.
 template <int kMost>
 __device__ void SortByCost(const int32_t* cost, int2* tiles, int count) {

@@ -32,10 +32,11 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
     PrefetchMap(&w.v);
     shared.InitBarriers(w.gathers);
   }
+  if (w.p.makes_plan) PrepareOwnPlan(w, shared, memory);
   __syncthreads();
   WaitForPrevious();
   const int items =
-      w.p.makes_plan ? MakeOwnPlan<S>(w, memory) : w.p.plan.totals[kMany] * w.p.num_heads;
+      w.p.makes_plan ? MakeOwnPlan<S>(memory) : w.p.plan.totals[kMany] * w.p.num_heads;
   const bool works = static_cast<int>(blockIdx.x) < items;
   if (threadIdx.x < S::kProducerThreads) {
     LowerRegisters<S::kProducerRegisters>();
@@ -135,6 +136,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
   w.block_size = FastDivide(p.block_table.block_size);
+  w.num_heads = FastDivide(p.num_heads), w.group_size = FastDivide(p.group_size);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kLoadedQueryColumns, S::kQTileTokens, &w.q) ||

@@ -101,11 +101,15 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
   WideTiles<S> tiles(shared);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     const WideBoxes<S> boxes(w, tile);
-    const int first = tile.begin / S::kKeys;
-    int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
-    int2 place = boxes.Locate(n, lane);
-    for (; n >= first; --n) {
-      const int2 next = boxes.Locate(n - 1, lane);  // early, to hide the block table's latency
+    const int first = tile.begin / S::kKeys, last = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+    int2 place;
+    // Each kv tile is located a turn before it is loaded, to hide the block table's latency.
+    for (int n = last + 1; n >= first; --n) {
+      const int2 next = boxes.Locate(n - 1, lane);
+      if (n > last) {
+        place = next;
+        continue;
+      }
       WaitBarrier(kValues ? shared.values_empty(state.stage) : shared.keys_empty(state.stage),
                   state.parity ^ 1);
       boxes.template Load<S::kBlocks, S::kBlockColumns>(

@@ -12,12 +12,39 @@ namespace flashxla::attention {
 
 // What making the plan takes. It lies where queries, keys and values come to afterwards.
 struct WideOwnPlan {
+  // A function that is not inline would read each field of the kernel's from memory.
+  WideProblem problem;
   PlannedSequence sequences[kMaxOwnSequences];
   int32_t ends[kMaxOwnSequences];  // the q tiles up to a sequence's last
   int32_t warp_tiles[kOwnPlanWarps];
-  int32_t cost[kMaxOwnTiles], most_cost;  // kv tiles
-  int32_t order[kMaxOwnTiles];            // the q tiles, the most expensive first
+  struct Tile {
+    int32_t index, first_query;
+    KeyRange keys;
+  } tiles[kMaxOwnTiles];
+  alignas(16) uint32_t cost_keys[kMaxOwnTiles];
+  int32_t most_cost;            // kv tiles
+  int32_t order[kMaxOwnTiles];  // the q tiles, the most expensive first
 };
+
+template <typename S>
+__device__ WideOwnPlan* OwnPlanOf(const WideShared<S>& shared, char* memory) {
+  static_assert(sizeof(WideOwnPlan) <=
+                S::kQueryStages * S::kQueryBytes + S::kStages * S::kKeyBytes);
+  return reinterpret_cast<WideOwnPlan*>(memory + (shared.base - SharedAddress(memory)));
+}
+
+// Copies what MakeOwnPlan reads of the call. All threads of the block must call it, and
+// __syncthreads() must come before MakeOwnPlan.
+template <typename S>
+__device__ void PrepareOwnPlan(const WideProblem& w, const WideShared<S>& shared, char* memory) {
+  constexpr int kWords = sizeof(WideProblem) / 4;
+  static_assert(sizeof(WideProblem) % 4 == 0 && kWords <= S::kThreads);
+  auto* to = reinterpret_cast<int32_t*>(&OwnPlanOf(shared, memory)->problem);
+  const auto* from = reinterpret_cast<const int32_t*>(&w);
+  // Hides that these are the kernel's arguments, whose cache gives threads a word after another.
+  asm volatile("" : "+l"(from));
+  if (threadIdx.x < kWords) to[threadIdx.x] = from[threadIdx.x];
+}
 
 // Lists the thread block's q tiles: shared.own_tiles, and the first one in shared.tile(0). Returns
 // how many all blocks have. All threads of the block must call it.
@@ -25,13 +52,12 @@ struct WideOwnPlan {
 // Not inline: where it is, the compiler knows less of the addresses in shared memory, and the loops
 // of the matrix instructions become longer.
 template <typename S>
-__device__ __noinline__ int MakeOwnPlan(const WideProblem& w, char* memory) {
+__device__ __noinline__ int MakeOwnPlan(char* memory) {
   const WideShared<S> shared(memory);
-  auto* own = reinterpret_cast<WideOwnPlan*>(memory + (shared.base - SharedAddress(memory)));
+  WideOwnPlan* own = OwnPlanOf(shared, memory);
+  const WideProblem& w = own->problem;
   const Problem& p = w.p;
   constexpr int kTokens = S::kQTileTokens;
-  static_assert(sizeof(WideOwnPlan) <=
-                S::kQueryStages * S::kQueryBytes + S::kStages * S::kKeyBytes);
   const int i = threadIdx.x;
   const PlannedSequence s = ReadOwnSequences(p, own->sequences);
   int end = InclusiveSum(ManyTiles(s.role, s.num_queries, kTokens));
@@ -39,7 +65,11 @@ __device__ __noinline__ int MakeOwnPlan(const WideProblem& w, char* memory) {
   if (i < kMaxOwnSequences) own->ends[i] = end;
   if (i == 0) own->most_cost = 0;
   __syncthreads();
-  auto tile_at = [&](int n) {
+  if (total == 0) return 0;
+#pragma unroll 1
+  for (int n = i; n < (total + 3) / 4 * 4; n += S::kThreads) {
+    own->cost_keys[n] = 0;
+    if (n >= total) continue;
     // The first sequence with ends[] > n is in (low, high].
     int low = -1, high = kMaxOwnSequences - 1;
 #pragma unroll 1
@@ -48,18 +78,19 @@ __device__ __noinline__ int MakeOwnPlan(const WideProblem& w, char* memory) {
       (own->ends[middle] > n ? high : low) = middle;
     }
     // The last tile of a sequence comes first.
-    return ManyTileOf(own->sequences[high], high, p.window, (own->ends[high] - 1 - n) * kTokens,
-                      kTokens);
-  };
-  for (int n = i; n < total; n += S::kThreads) {
-    const ManyTile tile = tile_at(n);
-    own->cost[n] = KvTilesOf(tile, S::kKeys);
-    if (S::kDivides) atomicMax(&own->most_cost, own->cost[n]);
+    const ManyTile tile = ManyTileOf(own->sequences[high], high, p.window,
+                                     (own->ends[high] - 1 - n) * kTokens, kTokens);
+    const int cost = KvTilesOf(tile, S::kKeys);
+    own->tiles[n] = {high, tile.first_query, {tile.begin, tile.end}};
+    own->cost_keys[n] = CostKey(cost, n);
+    if (S::kDivides) atomicMax(&own->most_cost, cost);
   }
   __syncthreads();
-  for (int n = i; n < total; n += S::kThreads) own->order[RankByCost(own->cost, total, n)] = n;
+#pragma unroll 1
+  for (int n = i; n < total; n += S::kThreads) {
+    own->order[RankByKey(own->cost_keys, total, own->cost_keys[n])] = n;
+  }
   __syncthreads();
-  if (total == 0) return 0;
   int parts = 1;
   if constexpr (S::kDivides) {
     const int blocks = gridDim.x;
@@ -69,17 +100,22 @@ __device__ __noinline__ int MakeOwnPlan(const WideProblem& w, char* memory) {
   const int items = total * parts * p.num_heads;
   const int item = ItemOfRound(i, blockIdx.x, gridDim.x);
   if (item < items) {
-    const int entry = item / p.num_heads, k = entry / parts, head = item % p.num_heads;
-    const ManyTile tile = tile_at(own->order[k]);
-    const OwnTile of_round = {static_cast<uint16_t>(tile.index),
-                              static_cast<uint16_t>(head),
-                              static_cast<uint16_t>(head / p.group_size),
-                              static_cast<uint8_t>(entry % parts),
-                              static_cast<uint8_t>(parts),
-                              tile.first_query,
-                              k};
-    shared.own_tiles()[i] = of_round;
-    if (i == 0) *shared.tile(0) = of_round.template Tile<S>(tile.s, p.window);
+    const int entry = w.num_heads.Quotient(item), k = entry / parts;
+    const int head = item - entry * p.num_heads, kv_head = w.group_size.Quotient(head);
+    const WideOwnPlan::Tile found = own->tiles[own->order[k]];
+    shared.own_tiles()[i] = {static_cast<uint16_t>(found.index),
+                             static_cast<uint16_t>(head),
+                             static_cast<uint16_t>(kv_head),
+                             static_cast<uint8_t>(entry - k * parts),
+                             static_cast<uint8_t>(parts),
+                             found.first_query,
+                             k};
+    if (i == 0) {
+      ManyTile tile = {found.index,    head, kv_head, found.first_query, found.keys.begin,
+                       found.keys.end, 0,    1,       0,                 own->sequences[found.index]};
+      if (S::kDivides && parts > 1) TakePart(S::kKeys, k, entry - k * parts, parts, &tile);
+      *shared.tile(0) = tile;
+    }
   }
   FenceProxy();  // TMA is to write to the same place
   __syncthreads();
