@@ -154,6 +154,7 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
   }
   p.plan = PlanView(plan.plan, plan.layout());
   p.few_follows = choice.FewFollows();
+  if (p.makes_plan && p.few_follows) p.few_left = plan.plan;  // where nothing else is then
   if (args.key.data != nullptr) {
     status = WriteNewKeys(args, plan, context);
     if (status != FLASHXLA_OK) return status;

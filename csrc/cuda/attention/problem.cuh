@@ -89,6 +89,8 @@ struct Problem {
   RoleRules roles;
   // few: the engine starts while the one for many queries, launched before, still runs.
   bool few_follows;
+  // Where that one says whether this one has anything to do; null if it does not.
+  int32_t* few_left;
 
   // The keys that at least one of queries [first, last] of a sequence sees.
   __device__ KeyRange Visible(const Sequence& s, int first, int last) const {

@@ -95,7 +95,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   const SwapShared<S> shared(dynamic);
   const int kv_head = blockIdx.x;
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
-  if (!w.p.few_follows) TriggerNext();  // else at the end, as wide does
+  if (!w.p.few_follows) {
+    TriggerNext();  // else at the end, as wide does
+  } else if (w.p.few_left != nullptr && __ldcg(w.p.few_left) == 0) {
+    WaitForPrevious();
+    return;
+  }
   if (threadIdx.x == 0) {
     PrefetchMap(&w.k), PrefetchMap(&w.v);
     shared.InitBarriers();

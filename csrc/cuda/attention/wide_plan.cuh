@@ -23,6 +23,7 @@ struct WideOwnPlan {
   } tiles[kMaxOwnTiles];
   alignas(16) uint32_t cost_keys[kMaxOwnTiles];
   int32_t most_cost;            // kv tiles
+  int32_t num_served;           // query tokens
   int32_t order[kMaxOwnTiles];  // the q tiles, the most expensive first
 };
 
@@ -44,6 +45,7 @@ __device__ void PrepareOwnPlan(const WideProblem& w, const WideShared<S>& shared
   // Hides that these are the kernel's arguments, whose cache gives threads a word after another.
   asm volatile("" : "+l"(from));
   if (threadIdx.x < kWords) to[threadIdx.x] = from[threadIdx.x];
+  if (threadIdx.x == 0) OwnPlanOf(shared, memory)->num_served = 0;
 }
 
 // Lists the thread block's q tiles: shared.own_tiles, and the first one in shared.tile(0). Returns
@@ -60,12 +62,26 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   constexpr int kTokens = S::kQTileTokens;
   const int i = threadIdx.x;
   const PlannedSequence s = ReadOwnSequences(p, own->sequences);
+  if (blockIdx.x == 0) {
+    const unsigned served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);
+    if (i % 32 == 0) atomicAdd(&own->num_served, served);
+  }
   int end = InclusiveSum(ManyTiles(s.role, s.num_queries, kTokens));
   const int total = SumOverSequences(&end, own->warp_tiles);
   if (i < kMaxOwnSequences) own->ends[i] = end;
   if (i == 0) own->most_cost = 0;
   __syncthreads();
-  if (total == 0) return 0;
+  // By a thread that has nothing else to do when the plan is made.
+  const bool says = blockIdx.x == 0 && i == kWarpgroupThreads - 1 && p.few_left != nullptr;
+  int32_t* few_left = p.few_left;
+  const int left = own->num_served < p.num_tokens;
+  auto say = [&] {
+    if (says) *few_left = left, __threadfence();
+  };
+  if (total == 0) {
+    say();
+    return 0;
+  }
 #pragma unroll 1
   for (int n = i; n < (total + 3) / 4 * 4; n += S::kThreads) {
     own->cost_keys[n] = 0;
@@ -111,14 +127,16 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
                              found.first_query,
                              k};
     if (i == 0) {
-      ManyTile tile = {found.index,    head, kv_head, found.first_query, found.keys.begin,
-                       found.keys.end, 0,    1,       0,                 own->sequences[found.index]};
+      ManyTile tile = {
+          found.index, head, kv_head, found.first_query,          found.keys.begin, found.keys.end,
+          0,           1,    0,       own->sequences[found.index]};
       if (S::kDivides && parts > 1) TakePart(S::kKeys, k, entry - k * parts, parts, &tile);
       *shared.tile(0) = tile;
     }
   }
   FenceProxy();  // TMA is to write to the same place
   __syncthreads();
+  say();
   return items;
 }
 

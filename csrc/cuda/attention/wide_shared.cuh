@@ -119,8 +119,8 @@ struct WideShape {
   static constexpr int kBytes = 1024 + kQueryStages * kQueryBytes + kStages * kKeyBytes +
                                 kValueStages * kValueBytes + kRawStages * kRawBytes + kTileBytes +
                                 kBarrierBytes;
-  // Of a thread: together what all threads have at the start. Those who only start copies by TMA get
-  // few where the consumers need the rest.
+  // Of a thread: together what all threads have at the start. Those who only start copies by TMA
+  // get few where the consumers need the rest.
   static constexpr bool kLoadsByTma = kDirect && !kAlibi;
   static constexpr bool kConsumersNeedAll =
       kLoadsByTma && (kDims > 192 || (kDims > 128 && kScores != WideScores::kPlain));
