@@ -29,7 +29,7 @@ def pool(torch: Any) -> Any:
 
 
 # page size, queries of a sequence, the engine that serves it
-CASES = [(16, 1, "swap"), (4, 1, "split"), (16, 60, "wide"), (4, 60, "wide"), (4, 40, "wide")]
+CASES = [(16, 1, "swap"), (4, 1, "split"), (16, 60, "wide"), (4, 60, "tile"), (4, 40, "tile")]
 
 
 @pytest.mark.parametrize(("page", "queries", "engine"), CASES)

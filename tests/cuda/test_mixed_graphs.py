@@ -50,8 +50,8 @@ def test_replays_of_other_batches(torch: Any, rng: np.random.Generator, cache: s
     frontend = TorchFrontend("cuda")
     caches = tuple(normal(rng, (SEQUENCES * PAGES, PAGE, KV_HEADS, DIM), DTYPES[cache]) for _ in "kv")
     query = normal(rng, (TOKENS, HEADS, DIM), DTYPES["bf16"])
-    fixed = {"scale": DIM**-0.5, "layout": "NHD", "return_softmax_lse": True}
-    now = indices_of(rng, *BATCHES["prompts"])
+    fixed: dict[str, Any] = {"scale": DIM**-0.5, "layout": "NHD", "return_softmax_lse": True}
+    now: dict[str, Any] = indices_of(rng, *BATCHES["prompts"])
     tensors = {name: frontend.tensor(array) for name, array in now.items()}
     named = {
         **tensors,
@@ -74,5 +74,5 @@ def test_replays_of_other_batches(torch: Any, rng: np.random.Generator, cache: s
             tensors[key].copy_(frontend.tensor(array))
         out.fill_(float("nan")), lse.fill_(float("nan"))
         graph.replay()
-        expected = reference.paged_attention(query=query, kv_cache=caches, **now, **fixed)
+        expected = reference.paged_attention(**{**now, **fixed, "query": query, "kv_cache": caches})
         assert_attention(frontend.array(out), frontend.array(lse), expected, DTYPES["bf16"])
