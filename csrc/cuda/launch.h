@@ -55,6 +55,10 @@ inline int NumMultiprocessors() {
 // to rely on all earlier ones. Code for GPUs before Hopper has no PDL and starts after the previous
 // kernel.
 //
+// A launch fetches the instructions of its kernel, even though it cannot start yet, and a large one
+// (of 125 KB, say) so displaces those of the kernel that runs, which then takes some 10% longer.
+// A kernel that a large one follows calls TriggerNext() at its end.
+//
 // A kernel that needs nothing of the previous one may wait for it at its end, if that one calls
 // TriggerNext() after WaitForPrevious(): what came before both is complete then. (PTX lets only a
 // kernel that waits count on what others wrote. This one finds it in L2, where it was before the
