@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   if (!w.p.few_follows) {
     TriggerNext();  // else at the end, as wide does
   } else if (w.p.few_left != nullptr && __ldcg(w.p.few_left) == 0) {
+    // It is there: the kernel before this one wrote it before it let this one start.
     WaitForPrevious();
     return;
   }

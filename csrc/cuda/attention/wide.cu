@@ -58,7 +58,9 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   } else {
     RaiseRegisters<S::kConsumerRegisters>();
     if (works) Consume<Product, Out, kDims>(w, shared);
-    // At the end: a launch fetches the next kernel's instructions, which takes the place of these.
+    // At the end: a launch fetches the next kernel's instructions, which take the place of these.
+    // And not before WaitForPrevious(): the engine for few queries, which comes next, relies on all
+    // that came before this kernel, and on what its plan says, and does not wait for it.
     TriggerNext();
   }
 #endif

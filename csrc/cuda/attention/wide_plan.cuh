@@ -116,13 +116,13 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   const int items = total * parts * p.num_heads;
   const int item = ItemOfRound(i, blockIdx.x, gridDim.x);
   if (item < items) {
-    const int entry = w.num_heads.Quotient(item), k = entry / parts;
+    const int entry = w.num_heads.Quotient(item), k = entry / parts, part = entry - k * parts;
     const int head = item - entry * p.num_heads, kv_head = w.group_size.Quotient(head);
     const WideOwnPlan::Tile found = own->tiles[own->order[k]];
     shared.own_tiles()[i] = {static_cast<uint16_t>(found.index),
                              static_cast<uint16_t>(head),
                              static_cast<uint16_t>(kv_head),
-                             static_cast<uint8_t>(entry - k * parts),
+                             static_cast<uint8_t>(part),
                              static_cast<uint8_t>(parts),
                              found.first_query,
                              k};
@@ -130,7 +130,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
       ManyTile tile = {
           found.index, head, kv_head, found.first_query,          found.keys.begin, found.keys.end,
           0,           1,    0,       own->sequences[found.index]};
-      if (S::kDivides && parts > 1) TakePart(S::kKeys, k, entry - k * parts, parts, &tile);
+      if (S::kDivides && parts > 1) TakePart(S::kKeys, k, part, parts, &tile);
       *shared.tile(0) = tile;
     }
   }
