@@ -235,9 +235,9 @@ def test_many_long_sequences(
     check_twice(frontend, *call_of(rng, case))
 
 
-# Of at most 128 sequences with few queries swap makes the plan itself; two are padding.
+# Of at most 256 sequences with few queries swap makes the plan itself; two are padding.
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("size", [1, 2, 31, 33, 125, 126, 127, 128])
+@pytest.mark.parametrize("size", [1, 2, 31, 33, 126, 127, 158, 159, 190, 253, 254, 255])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("most", [2, 14], ids=["16 rows", "32 rows"])
 def test_own_plan(frontend: Frontend, rng: np.random.Generator, size: int, dim: int, most: int) -> None:

@@ -74,8 +74,8 @@ struct CombinedRow {
   // row: in the q tile.
   __device__ void Store(const Problem& p, int kv_head, const SplitTile& tile, int row) const {
     const int r = tile.first_row + row;
-    const int token = tile.first_query + r / p.group_size;
-    const int head = kv_head * p.group_size + r % p.group_size;
+    const int query = p.by_group_size.Quotient(r), token = tile.first_query + query;
+    const int head = kv_head * p.group_size + r - query * p.group_size;
     const RowEnd end = {row_max, row_sum, p.Sink(head)};
     const float whole = end.Factor() * p.ValueScale(tile.index, kv_head);
     if ((threadIdx.x & 31) == 0) p.StoreLse(token, head, end);

@@ -54,6 +54,8 @@ ManyShape WideWork(const Problem& problem);
 bool FitsOwnPlan(const Problem& problem, int64_t num_sequences);
 // How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
 int NumFewBlocks(const Problem& problem);
+// How many of these have a multiprocessor each.
+int NumLoneBlocks(const Problem& problem);
 // Its workspace.
 int64_t SplitWorkspaceBytes(const Problem& problem);
 

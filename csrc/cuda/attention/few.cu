@@ -32,6 +32,8 @@ int NumFewBlocks(const Problem& p) {
   return std::max(std::min(blocks, kMaxFewBlocks) / p.num_kv_heads, 1);
 }
 
+int NumLoneBlocks(const Problem& p) { return NumMultiprocessors() / p.num_kv_heads; }
+
 int64_t SplitWorkspaceBytes(const Problem& p) {
   constexpr int64_t kAlignment = 256;
   return (SplitWorkspace::Bytes(p) + kAlignment - 1) / kAlignment * kAlignment;

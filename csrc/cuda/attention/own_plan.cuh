@@ -9,8 +9,30 @@
 
 namespace flashxla::attention {
 
-// The warps that have sequences.
-constexpr int kOwnPlanWarps = kMaxOwnSequences / 32;
+// Starts to bring the 128 bytes around an address into L2. It is no access: another kernel may
+// still write there.
+__device__ inline void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Asks for what the kernel reads first. This may come before WaitForPrevious().
+__device__ inline void PrefetchInputs(const Problem& p) {
+  constexpr int kEntries = 128 / sizeof(int32_t);  // of a line
+  const IndexTensors& index = p.index;
+  const int first = threadIdx.x * kEntries;
+  if (p.makes_plan && first < index.num_sequences) {
+    PrefetchL2(&index.cu_seqlens_q.data[first * index.cu_seqlens_q.stride]);
+    if (index.seqused_k.data != nullptr) {
+      PrefetchL2(&index.seqused_k.data[first * index.seqused_k.stride]);
+    }
+  }
+  // Each block asks for other lines of the block table and the queries.
+  const int64_t line = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  if (line * kEntries < p.block_table.num_entries) {
+    PrefetchL2(&p.block_table.data[line * kEntries]);
+  }
+  if (line * 128 < p.q_bytes) PrefetchL2(p.q.data + line * 128);
+}
 
 // The sequences, as CheckTables takes them.
 struct OwnList {
@@ -24,57 +46,51 @@ struct OwnList {
   __device__ void SetRole(int n, Role role) const { sequences[n].role = role; }
 };
 
-// Reads the sequences into shared memory: each thread has one, and returns it. The threads of the
-// block must call it together; they are at least kMaxOwnSequences. Another __syncthreads() must
-// come before others' sequences are read.
-__device__ inline PlannedSequence ReadOwnSequences(const Problem& p, PlannedSequence* sequences) {
+// Reads the sequences into shared memory. The threads of the block must call it together, and may
+// read all sequences afterwards. Each calls note(s) for those that it reads, and publish() before
+// the threads synchronize. Returns whether the sequences are still what note got.
+template <typename Note, typename Publish>
+__device__ bool ReadOwnSequences(const Problem& p, PlannedSequence* sequences, Note&& note,
+                                 Publish&& publish) {
   const IndexTensors& index = p.index;
   const bool checks = !p.roles.all_few && index.block_table.data != nullptr;
   TableGlance glance(index.block_table, checks);
-  const int i = threadIdx.x, num_sequences = NumSequences(index);
-  PlannedSequence s = {};
-  bool grows = true, has_keys = false;
-  if (i < num_sequences) {
-    const int begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
-    has_keys = ReadKeys(index, i, &s);
-    grows = AreQueries(index, begin, end);
-    s.first_query = begin, s.num_queries = end - begin;
+  const int threads = static_cast<int>(blockDim.x), num_sequences = NumSequences(index);
+  bool grows = true;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < index.num_sequences; i += threads) {
+    PlannedSequence s = {};
+    if (i < num_sequences) {
+      const int begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
+      const bool has_keys = ReadKeys(index, i, &s);
+      grows = grows && AreQueries(index, begin, end);
+      s.first_query = begin, s.num_queries = end - begin;
+      if (has_keys && s.num_queries > 0) {
+        s.role = RoleOf(p.roles, p.group_size, s, SetKvTiles(p.window, &s));
+      } else {
+        s = {};
+      }
+    }
+    sequences[i] = s;
+    note(s);
   }
-  const bool fine = __syncthreads_and(grows && (!checks || glance.AllSound()));
-  if (!fine && !__syncthreads_and(grows)) {
-    if (i < 32) ReadUnsoundQueries(index, num_sequences, sequences);
+  publish();
+  const bool fine = grows && (!checks || glance.AllSound());
+  if (__syncthreads_and(fine)) return true;
+  if (!__syncthreads_and(grows)) {
+    if (threadIdx.x < 32) ReadUnsoundQueries(index, num_sequences, sequences);
     __syncthreads();
-    if (i < num_sequences) s.num_queries = sequences[i].num_queries;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_sequences; i += threads) {
+      if (sequences[i].role == kIdle || sequences[i].num_queries == 0) sequences[i] = {};
+    }
   }
-  if (has_keys && s.num_queries > 0) {
-    s.role = RoleOf(p.roles, p.group_size, s, SetKvTiles(p.window, &s));
-  } else {
-    s = {};
-  }
-  if (i < index.num_sequences) sequences[i] = s;
-  if (checks && !fine) {
-    const OwnList list = {sequences, index.num_sequences};
+  if (checks) {
     __syncthreads();
-    CheckTables(p.roles, index.block_table, list);
-    __syncthreads();
-    if (i < index.num_sequences) s.role = sequences[i].role;
+    CheckTables(p.roles, index.block_table, OwnList{sequences, index.num_sequences});
   }
-  return s;
-}
-
-// Adds the sums of earlier warps to `sum`, this warp's InclusiveSum of what its sequences have, and
-// returns the sum of all. of_warps: shared memory, one of each warp. All threads must call it.
-__device__ inline int SumOverSequences(int* sum, int32_t (&of_warps)[kOwnPlanWarps]) {
-  const int warp = threadIdx.x / 32;
-  if (threadIdx.x % 32 == 31 && warp < kOwnPlanWarps) of_warps[warp] = *sum;
   __syncthreads();
-  int total = 0;
-#pragma unroll
-  for (int other = 0; other < kOwnPlanWarps; ++other) {
-    if (other < warp) *sum += of_warps[other];
-    total += of_warps[other];
-  }
-  return total;
+  return false;
 }
 
 }  // namespace flashxla::attention

@@ -20,10 +20,10 @@ constexpr int kMaxSorted = 2048;
 constexpr int kMinLong = 32;
 static_assert(kMinLong < kMinManyQueries);
 
-// A long sequence: the part of PlannedSequence that is needed here.
+// A long sequence: the part of ListedSequence that is needed here.
 struct LongSequence {
   int32_t index, first_query, num_queries, num_keys;
-  int32_t first_tile;  // see PlannedSequence
+  int32_t first_tile;  // see ListedSequence
   int32_t role;
 };
 
@@ -33,7 +33,7 @@ constexpr int kMaxKeptLong = 512;
 
 struct Shared {
   ScanMemory scan;
-  PlannedSequence kept[kMaxKept];
+  ListedSequence kept[kMaxKept];
   int32_t few_starts[kMaxKept];
   LongSequence kept_long[kMaxKeptLong];
   int32_t cost[kMaxSorted], most_cost;  // kv tiles
@@ -41,11 +41,11 @@ struct Shared {
 };
 
 struct SequenceTable {
-  PlannedSequence* plan;
-  PlannedSequence* kept;
+  ListedSequence* plan;
+  ListedSequence* kept;
 
-  __device__ PlannedSequence Get(int i) const { return i < kMaxKept ? kept[i] : plan[i]; }
-  __device__ void Set(int i, const PlannedSequence& s) const {
+  __device__ ListedSequence Get(int i) const { return i < kMaxKept ? kept[i] : plan[i]; }
+  __device__ void Set(int i, const ListedSequence& s) const {
     plan[i] = s;
     if (i < kMaxKept) kept[i] = s;
   }
@@ -70,7 +70,7 @@ struct LongList {
   __device__ LongSequence Get(int n) const {
     return n < kMaxKeptLong ? kept[n] : Of(places[n], sequences.plan[places[n]]);
   }
-  __device__ void Set(int n, int i, const PlannedSequence& s) const {
+  __device__ void Set(int n, int i, const ListedSequence& s) const {
     places[n] = i;
     if (n < kMaxKeptLong) kept[n] = Of(i, s);
   }
@@ -84,7 +84,7 @@ struct LongList {
   }
 
  private:
-  __device__ static LongSequence Of(int i, const PlannedSequence& s) {
+  __device__ static LongSequence Of(int i, const ListedSequence& s) {
     return {i, s.first_query, s.num_queries, s.num_keys, s.first_tile, s.role};
   }
 };
@@ -92,7 +92,7 @@ struct LongList {
 // Checks the offsets of the queries. Returns true if they only grow, as they should. Otherwise
 // fills in num_queries of every sequence, 0 for unsound ones.
 __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
-                            PlannedSequence* sequences) {
+                            ListedSequence* sequences) {
   bool grows = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < num_sequences; i += NumThreads()) {
@@ -109,15 +109,16 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
 // steps before sequence i. least: see LeastFewShare.
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
                             const int32_t* starts, int total, int least) {
-  const FewShare share(total, p.num_few_blocks, least);
-  if (share.fixed()) return share.equal;
+  const FewShare share(total, (total + p.num_few_blocks - 1) / p.num_few_blocks, least);
   bool alike = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.index.num_sequences; i += NumThreads()) {
     const bool is_padding = starts[i] == total;
     alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
   }
-  return __syncthreads_and(alike) ? share.Whole(sequences.Get(0).num_kv_tiles) : share.equal;
+  return __syncthreads_and(alike)
+             ? share.Whole(sequences.Get(0).num_kv_tiles, p.few_combines, p.num_lone_blocks)
+             : share.equal;
 }
 
 // Divides the `total` steps of the sequences with few queries among the thread blocks. starts[i] is
@@ -234,7 +235,7 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
 #pragma unroll 1
   for (int i0 = 0; i0 < index.num_sequences; i0 += NumThreads()) {
     const int i = i0 + thread;
-    PlannedSequence s = {};
+    ListedSequence s = {};
     bool is_long = false;
     if (i < num_sequences) {
       s.first_query = At(index.cu_seqlens_q, i);
@@ -334,7 +335,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   WaitForPrevious();
   const IndexTensors& index = p.index;
   const PlanLayout layout = p.layout();
-  const SequenceTable sequences{reinterpret_cast<PlannedSequence*>(p.plan + layout.sequences()),
+  const SequenceTable sequences{reinterpret_cast<ListedSequence*>(p.plan + layout.sequences()),
                                 shared.kept};
   LongList long_list{sequences, p.plan + layout.long_list(), shared.kept_long, 0, false};
   int32_t* rest_starts = p.plan + layout.rest_starts();

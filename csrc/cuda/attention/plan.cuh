@@ -45,11 +45,15 @@ inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys
 }
 
 // A sequence, and what the plan adds.
-struct alignas(16) PlannedSequence : Sequence {
+struct PlannedSequence : Sequence {
   int32_t role;
   int32_t num_kv_tiles;   // few: kv tiles of each of its q tiles
   int32_t first_kv_tile;  // few: the first kv tile that any row sees
-  int32_t first_tile;     // many: its first q tile among those of all sequences
+};
+
+// The same in the plan.
+struct alignas(16) ListedSequence : PlannedSequence {
+  int32_t first_tile;  // many: its first q tile among those of all sequences
   int32_t unused[2];
 };
 
@@ -103,9 +107,11 @@ constexpr int kMaxPartials = 144;
 // than this, each has one block, and there are no partial results.)
 constexpr int kMaxFewBlocks = 512;
 
-// Of so many sequences, and q tiles of many queries, the Hopper engines can make the plan
-// themselves: see own_plan.cuh. A thread block of wide takes so many rounds then, at most.
-constexpr int kMaxOwnSequences = 128, kMaxOwnTiles = 512, kMaxOwnRounds = 64;
+// Of so many sequences, all with few queries, the Hopper engines can make the plan themselves: see
+// own_plan.cuh. If some may have many queries: of so many sequences and q tiles of these, which
+// take so many rounds of a thread block of wide.
+constexpr int kMaxOwnSequences = 256;
+constexpr int kMaxOwnMixed = 128, kMaxOwnTiles = 512, kMaxOwnRounds = 64;
 
 // Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
 struct PlanLayout {
@@ -129,7 +135,7 @@ struct PlanLayout {
   __host__ __device__ int64_t sequences() const { return kTotalWords; }
   // few: the thread blocks, the same for each KV head [kMaxFewBlocks]
   __host__ __device__ int64_t few_blocks() const {
-    return sequences() + int64_t{sizeof(PlannedSequence) / 4} * num_sequences;
+    return sequences() + int64_t{sizeof(ListedSequence) / 4} * num_sequences;
   }
   // rest: entry s counts the q tiles of the sequences before s [S + 1]
   __host__ __device__ int64_t rest_starts() const {
@@ -155,7 +161,7 @@ struct PlanLayout {
 // The addresses of a plan's parts.
 struct PlanView {
   const int32_t* totals;
-  const PlannedSequence* sequences;
+  const ListedSequence* sequences;
   const FewBlock* few_blocks;
   const int32_t* rest_starts;
   const ManyTile* many_tiles;
@@ -165,7 +171,7 @@ struct PlanView {
   PlanView() = default;
   PlanView(const int32_t* plan, const PlanLayout& layout)
       : totals(plan + PlanLayout::kTotals),
-        sequences(reinterpret_cast<const PlannedSequence*>(plan + layout.sequences())),
+        sequences(reinterpret_cast<const ListedSequence*>(plan + layout.sequences())),
         few_blocks(reinterpret_cast<const FewBlock*>(plan + layout.few_blocks())),
         rest_starts(plan + layout.rest_starts()),
         many_tiles(reinterpret_cast<const ManyTile*>(plan + layout.many_tiles())),
@@ -191,6 +197,7 @@ struct PlanProblem {
   bool few_combines;  // the thread blocks of the engine for few queries combine what they computed
   bool want_slots;
   int32_t num_few_blocks;   // per KV head
+  int32_t num_lone_blocks;  // so many of these have a multiprocessor each
   int32_t few_q_tile_rows;  // rows of a q tile of few queries
   ManyShape many;
   int32_t* plan;

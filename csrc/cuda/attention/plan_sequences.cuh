@@ -12,8 +12,9 @@ namespace flashxla::attention {
 // earlier sound one; num_queries of the others becomes 0. One warp takes 32 sequences at a time.
 // Each sequence starts where the one before ends, so after a sound one all are sound until the
 // offsets decrease.
+template <typename SequenceType>
 __device__ inline void ReadUnsoundQueries(const IndexTensors& index, int num_sequences,
-                                          PlannedSequence* sequences) {
+                                          SequenceType* sequences) {
   const int lane = threadIdx.x & 31;
   int previous = 0;  // the end of the last sound one
 #pragma unroll 1
@@ -201,6 +202,13 @@ __device__ inline int RoughQuotient(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)) + 1e-3f);
 }
 
+// Roughly the square root, likewise.
+__device__ inline float RoughRoot(float x) {
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+
 // The fewest steps that a thread block should get of a sequence, where one block combines what
 // several computed of a q tile: fewer steps are sooner done, but leave more to combine. On an H200
 // a step takes 57 times as long as combining a part of a row. Large q tiles take longer, and twice
@@ -210,26 +218,34 @@ __device__ inline int LeastFewShare(const PlannedSequence& s, int group_size, in
   const int64_t rows = int64_t{s.num_queries} * group_size;
   const float rows_of_tile = static_cast<float>(rows < q_tile_rows ? rows : q_tile_rows);
   const float ratio = q_tile_rows > kSwapMidRows ? 200.f : 57.f;
-  return static_cast<int>(sqrtf(static_cast<float>(s.num_kv_tiles) * rows_of_tile / ratio));
+  return static_cast<int>(
+      RoughRoot(static_cast<float>(s.num_kv_tiles) * rows_of_tile * (1.f / ratio)));
 }
 
 // How many of the `total` steps of few queries a thread block gets: an equal share, but not fewer
-// than `least`; or up to a sixteenth more where all sequences are alike, if then blocks have whole
-// q tiles or q tiles whole blocks. Whole q tiles need not be combined, and fewer blocks keep the
-// memory busy, too.
+// than `least`; or some more where all sequences are alike, if then blocks have whole q tiles or q
+// tiles whole blocks. Whole q tiles need not be combined, and fewer blocks keep the memory busy,
+// too.
 struct FewShare {
-  int equal, most;
+  int total, equal;
 
-  __device__ FewShare(int total, int num_blocks, int least)
-      : equal(max(max((total + num_blocks - 1) / num_blocks, least), 1)),
-        most(equal + equal / 16) {}
+  __device__ FewShare(int all_steps, int equal_share, int least)
+      : total(all_steps), equal(max(max(equal_share, least), 1)) {}
 
-  __device__ bool fixed() const { return most == equal; }
-  // If all q tiles have `tile` steps.
-  __device__ int Whole(int tile) const {
+  // If all q tiles have `tile` steps. combines: blocks combine what they share. num_lone_blocks: so
+  // many blocks have a multiprocessor each.
+  __device__ int Whole(int tile, bool combines, int num_lone_blocks) const {
+    auto multiple = [&](int of) { return RoughQuotient(equal + of - 1, of) * of; };
+    // Combining takes as long as some steps. Where two blocks share a multiprocessor and others
+    // have one alone, these are done before.
+    const int tiles = multiple(tile);
+    if (combines && tiles >= equal &&
+        tiles - equal <= (int64_t{tiles} * num_lone_blocks >= total ? 5 : 2)) {
+      return tiles;
+    }
     const int parts = max(RoughQuotient(tile, equal), 1), part = RoughQuotient(tile, parts);
-    const int whole = RoughQuotient(equal + part - 1, part) * part;
-    return part * parts == tile && whole >= equal && whole <= most ? whole : equal;
+    const int whole = multiple(part);
+    return part * parts == tile && whole >= equal && whole <= equal + equal / 16 ? whole : equal;
   }
 };
 
@@ -237,7 +253,8 @@ struct FewShare {
 // start at `start`.
 __device__ inline FewBlock FewBlockAt(const PlannedSequence& s, int index, int start, int begin,
                                       int end, int share, int q_tile_rows) {
-  const int row_tile = (begin - start) / max(s.num_kv_tiles, 1);  // 0 of a block without steps
+  const int before = begin - start;
+  const int row_tile = before < s.num_kv_tiles ? 0 : before / s.num_kv_tiles;
   return {begin, end, index, row_tile * q_tile_rows, start + row_tile * s.num_kv_tiles,
           share, {},  s};
 }

@@ -1,5 +1,7 @@
 // Turns an attention call's arguments into the Problem that the kernels see.
 
+#include <algorithm>
+
 #include "common/attention_arguments.h"
 #include "cuda/attention/engines.h"
 
@@ -48,6 +50,14 @@ int32_t LogOf(int64_t block_size) {
   return -1;
 }
 
+// From the first element to the last; 0 if some lie before the first.
+int64_t BytesOf(const Rows& r, int64_t tokens, int64_t heads, int64_t dims, int64_t dtype) {
+  if (tokens == 0 || std::min({r.stride_token, r.stride_head, r.stride_dim}) < 0) return 0;
+  const int64_t last =
+      (tokens - 1) * r.stride_token + (heads - 1) * r.stride_head + (dims - 1) * r.stride_dim;
+  return (last + 1) * ElementSize(dtype);
+}
+
 Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index) {
   Problem p = {};
   CacheView k, v;
@@ -63,6 +73,8 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.num_heads = static_cast<int32_t>(args.q.shape[1]);
   p.num_kv_heads = static_cast<int32_t>(k.num_heads);
   p.group_size = p.num_heads / p.num_kv_heads;
+  p.q_bytes = BytesOf(p.q, p.num_tokens, p.num_heads, k.head_size, args.q.dtype);
+  p.by_group_size = FastDivide(p.group_size);
   p.head_size = static_cast<int32_t>(k.head_size);
   p.v_head_size = static_cast<int32_t>(v.head_size);
   p.block_shift = LogOf(k.block_size);

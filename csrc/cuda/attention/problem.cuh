@@ -12,6 +12,7 @@
 #include "common/sequences.h"
 #include "common/visibility.h"
 #include "cuda/attention/plan.cuh"
+#include "cuda/fast_divide.h"
 #include "flashxla/attention.h"
 
 namespace flashxla::attention {
@@ -62,12 +63,14 @@ struct RowEnd {
 
 struct Problem {
   Rows q, out;
-  float* lse;  // may be null
+  int64_t q_bytes;  // from the first element to the last; 0 if some lie before the first
+  float* lse;       // may be null
   int64_t lse_stride_head, lse_stride_token;
   Cache k, v;
   BlockTable block_table;  // null data: dense
   Window window;
   int32_t num_tokens, num_heads, num_kv_heads, group_size;
+  FastDivide by_group_size;
   int32_t head_size, v_head_size;  // of queries and keys; of values and outputs
   int32_t block_shift;             // log2 of the block size if that is a power of two, else -1
   int32_t num_few_blocks;          // per KV head, as in the plan; 0: no engine for few queries

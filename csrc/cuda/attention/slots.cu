@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) SlotsKernel(const __grid_constant__ 
   int64_t slot = -1;
   if (mark != kNoSequence) {
     const int32_t i = SequenceOfMark(mark);
-    const Sequence s = reinterpret_cast<const PlannedSequence*>(p.plan + layout.sequences())[i];
+    const Sequence s = reinterpret_cast<const ListedSequence*>(p.plan + layout.sequences())[i];
     slot = SlotOfQuery(p.index, i, s, token - s.first_query);
   }
   reinterpret_cast<int64_t*>(p.plan + layout.slots())[token] = slot;

@@ -82,19 +82,33 @@ struct SplitWorkspace {
   }
 };
 
+// Sequences in the plan, or those that a thread block has planned itself.
+struct SequenceList {
+  const int32_t* first;
+  int words;  // of each
+
+  __device__ SequenceList(const ListedSequence* all)  // NOLINT: they are a list
+      : first(reinterpret_cast<const int32_t*>(all)), words(sizeof(ListedSequence) / 4) {}
+  __device__ SequenceList(const PlannedSequence* all)  // NOLINT
+      : first(reinterpret_cast<const int32_t*>(all)), words(sizeof(PlannedSequence) / 4) {}
+  __device__ const PlannedSequence* at(int i) const {
+    return reinterpret_cast<const PlannedSequence*>(first + i * words);
+  }
+};
+
 // Walks through a thread block's steps: the current q tile and the first key of the step.
 struct Cursor {
   int step, end;
   int tile_start, tile_end;  // steps of the current q tile
   int index, first_row;
   int share;  // steps of every block but the last one
-  const PlannedSequence* sequences;
+  SequenceList sequences;
   int last_index;
   PlannedSequence sequence;
   Together<PlannedSequence> next;  // fetched ahead
 
   // All lanes of a warp must call it, and Next.
-  __device__ Cursor(const Problem& p, const PlannedSequence* all, const FewBlock& block)
+  __device__ Cursor(const Problem& p, const SequenceList& all, const FewBlock& block)
       : step(block.begin),
         end(block.end),
         tile_start(block.tile_start),
@@ -105,7 +119,7 @@ struct Cursor {
         sequences(all),
         last_index(p.index.num_sequences - 1),
         sequence(block.sequence),
-        next(&all[min(index + 1, last_index)]) {}
+        next(all.at(min(index + 1, last_index))) {}
 
   __device__ void Next(const Problem& p) {
     if (++step != tile_end || step == end) return;
@@ -115,7 +129,7 @@ struct Cursor {
       do {
         sequence = next.Get();
         ++index;
-        next = Together<PlannedSequence>(&sequences[min(index + 1, last_index)]);
+        next = Together<PlannedSequence>(sequences.at(min(index + 1, last_index)));
       } while (sequence.role != kFew);
     }
     tile_start = tile_end;
@@ -131,18 +145,27 @@ struct Cursor {
     const int last_block = (tile_end - 1) / share;
     return Describe(continues ? last_block - block + 1 : 0, segment != block_begin);
   }
-  // The current q tile if it ends in block `block` and begins in an earlier one.
-  __device__ SplitTile Ended(int block) const {
-    const int first_block = tile_start / share;
-    const bool ends = tile_end <= end && first_block < block;
-    return Describe(ends ? block - first_block + 1 : 0, tile_start != first_block * share);
-  }
 
  private:
   __device__ SplitTile Describe(int num_parts, bool back) const {
     return {num_parts, back, index, sequence.first_query, sequence.num_queries, first_row, {}};
   }
 };
+
+// The first q tile of thread block `index`, which has `block`, if it ends there and begins in an
+// earlier one.
+__device__ inline SplitTile EndedTile(const FewBlock& block, int index) {
+  const PlannedSequence& s = block.sequence;
+  const int first_block = block.tile_start / block.share;
+  const bool ends = block.tile_start + s.num_kv_tiles <= block.end && first_block < index;
+  return {ends ? index - first_block + 1 : 0,
+          block.tile_start != first_block * block.share,
+          block.index,
+          s.first_query,
+          s.num_queries,
+          block.first_row,
+          {}};
+}
 
 }  // namespace flashxla::attention
 

@@ -24,7 +24,7 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
                             const SplitWorkspace& workspace, const FewBlock& block, int kv_head,
                             int warp, Cursor& at, int& stage, uint32_t& parity) {
   SwapTile<S, kRows> tile(shared, warp, at);
-  const bool idle = tile.first_row >= at.sequence.num_queries * w.p.group_size;
+  const bool idle = S::kGroups > 1 && tile.first_row >= at.sequence.num_queries * w.p.group_size;
   if (!idle) tile.Begin(w, at, kv_head);
   const int segment = at.step, segment_end = min(at.tile_end, at.end);
 #pragma unroll 1
@@ -53,13 +53,12 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   }
 }
 
-// Computes the block's steps. Returns the q tile that is left to be combined, if there is one.
+// Computes the block's steps.
 template <typename S>
-__device__ SplitTile SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
-                                 const SplitWorkspace& workspace, const PlannedSequence* sequences,
-                                 const FewBlock& block, int kv_head, int warp) {
+__device__ void SwapConsume(const SwapProblem& w, const SwapShared<S>& shared,
+                            const SplitWorkspace& workspace, const SequenceList& sequences,
+                            const FewBlock& block, int kv_head, int warp) {
   Cursor at(w.p, sequences, block);
-  const SplitTile ended = at.Ended(blockIdx.y);
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
@@ -79,7 +78,7 @@ __device__ SplitTile SwapConsume(const SwapProblem& w, const SwapShared<S>& shar
       rows <= 64 ? compute(std::integral_constant<int, 32>{})
                  : compute(std::integral_constant<int, S::kGroupRows>{});
     }
-    if (at.step == at.end) return ended;
+    if (at.step == at.end) return;
     --at.step;
     at.Next(w.p);
   }
@@ -91,7 +90,7 @@ template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     SwapKernel(const __grid_constant__ SwapProblem w, const SplitWorkspace workspace) {
 #if defined(FLASHXLA_HOPPER)
-  extern __shared__ char dynamic[];
+  extern __shared__ __align__(1024) char dynamic[];
   const SwapShared<S> shared(dynamic);
   const int kv_head = blockIdx.x;
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
@@ -103,36 +102,36 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     return;
   }
   if (threadIdx.x == 0) {
+    if (shared.address % 1024 != 0) __trap();  // as TMA's swizzle needs it
     PrefetchMap(&w.k), PrefetchMap(&w.v);
     shared.InitBarriers();
   }
   __syncthreads();
+  PrefetchInputs(w.p);
   if (!w.p.few_follows) WaitForPrevious();
-  const PlannedSequence* sequences = w.p.plan.sequences;
-  const FewBlock* few_block = &w.p.plan.few_blocks[blockIdx.y];
-  OwnPlan* plan = shared.plan();
+  SequenceList sequences = w.p.plan.sequences;
+  FewBlock block;
   if (w.p.makes_plan) {
-    MakeOwnPlan<S::kMaxRows>(w.p, plan, blockIdx.y);
-    sequences = plan->sequences, few_block = &plan->block;
+    block = FromFirstLane(MakeOwnPlan(w, shared, blockIdx.y));
+    sequences = shared.sequences();
+  } else {
+    block = ReadTogether(&w.p.plan.few_blocks[blockIdx.y]);
   }
-  const FewBlock block = ReadTogether(few_block);
   const bool works = block.begin < block.end;
   SplitTile ended = {};
+  if (works && warp < S::kConsumerWarps) ended = EndedTile(block, blockIdx.y);
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
     if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
     if (warp == S::kThreads / 32 - 1) {
       const int first = blockIdx.y * gridDim.x + kv_head, count = gridDim.x * gridDim.y;
-      if (!w.p.makes_plan) {
-        StoreIdleTokens(w.p, first, count);
-      } else if (!plan->serves_all) {
-        StoreIdleTokens(w.p, sequences, first, count);
-      }
+      w.p.makes_plan ? StoreIdleTokens(w.p, shared.sequences(), first, count)
+                     : StoreIdleTokens(w.p, first, count);
     }
   } else {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
     if (works) {
-      ended = SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
+      SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
       if constexpr (S::kMoveRegisters) {  // here there are enough
         CombineManyRows(w, shared, workspace, kv_head, warp, ended);
       }
@@ -192,9 +191,10 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.p = p;
   w.box_keys = KeysOfBox(p, kFewKvTileKeys);
   w.tag = NewCallTag();
+  w.num_blocks = FastDivide(p.num_few_blocks);
+  w.num_lone_blocks = NumLoneBlocks(p);
   w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
   w.out_vectors = p.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
-  w.group_size = FastDivide(p.group_size);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
   if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/flag.cuh"
+#include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/swap_shared.cuh"
 
 namespace flashxla::attention {
@@ -58,7 +59,7 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
   };
   // All parts of several rows at once, or some of one row.
   const int most_parts = max(min(num_parts, min(kSlots, 32)), 1);
-  const int most_rows = num_parts > most_parts ? 1 : kSlots / most_parts;
+  const int most_rows = num_parts > most_parts ? 1 : max(RoughQuotient(kSlots, most_parts), 1);
   Row combined;
   int row = warp;
 #pragma unroll 1

@@ -35,7 +35,7 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
   const int place = static_cast<int>(shape.floats());
   auto part = [&](int n) { return front + (n > 0 ? 2 * n : tile.back ? 1 : 0) * place; };
   auto token_and_head = [&](int row) {
-    const int r = tile.first_row + row, query = w.group_size.Quotient(r);
+    const int r = tile.first_row + row, query = p.by_group_size.Quotient(r);
     return make_int2(tile.first_query + query, kv_head * p.group_size + r - query * p.group_size);
   };
 

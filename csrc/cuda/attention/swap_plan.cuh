@@ -11,39 +11,54 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Makes the plan in shared memory, with the steps of thread block `block`. The threads of the block
-// must call it together.
-template <int kQTileRows>
-__device__ void MakeOwnPlan(const Problem& p, OwnPlan* plan, int block) {
-  const int i = threadIdx.x, warp = i / 32;
-  const PlannedSequence s = ReadOwnSequences(p, plan->sequences);
-  const int steps = FewSteps(s, p.group_size, kQTileRows);
-  if (i == 0) plan->first_steps = steps;
-  const unsigned least_share = LeastFewShare(s, p.group_size, kQTileRows);
-  const unsigned of_warp = __reduce_max_sync(kAllLanes, least_share);
-  const unsigned tokens = __reduce_add_sync(kAllLanes, s.role == kIdle ? 0 : s.num_queries);
-  if (warp < kOwnPlanWarps) plan->warp_least[warp] = of_warp, plan->warp_tokens[warp] = tokens;
-  int end = InclusiveSum(steps), least = 0, served = 0;
-  const int total = SumOverSequences(&end, plan->warp_steps);
-#pragma unroll
-  for (int other = 0; other < kOwnPlanWarps; ++other) {
-    least = max(least, plan->warp_least[other]), served += plan->warp_tokens[other];
+// Makes the plan, and returns the steps of thread block `block`. The threads of the block must call
+// it together. Each warp finds the steps itself: they need not wait for each other once more.
+template <typename S>
+__device__ FewBlock MakeOwnPlan(const SwapProblem& w, const SwapShared<S>& shared, int block) {
+  constexpr int kRows = S::kMaxRows;
+  const Problem& p = w.p;
+  const int lane = threadIdx.x & 31, num_sequences = p.index.num_sequences;
+  PlannedSequence* const sequences = shared.sequences();
+  OwnTotals own;
+  auto note = [&](const PlannedSequence& s) {
+    own.Add(FewSteps(s, p.group_size, kRows), LeastFewShare(s, p.group_size, kRows));
+  };
+  auto publish = [&] {
+    const OwnTotals of_warp = own.OfWarp();
+    if (lane == 0) shared.totals()[threadIdx.x / 32] = of_warp;
+  };
+  if (!ReadOwnSequences(p, sequences, note, publish)) {
+    own = OwnTotals();
+    for (int i = threadIdx.x; i < num_sequences; i += S::kThreads) note(sequences[i]);
+    publish();
+    __syncthreads();
   }
-  if (i == 0) plan->serves_all = served == p.num_tokens;
-  const int start = end - steps;
-  const bool is_padding = start == total;
-  const bool alike = __syncthreads_and(is_padding || steps == plan->first_steps);
-  const FewShare shares(total, p.num_few_blocks, least);
-  const int share = alike && !shares.fixed() && total > 0
-                        ? shares.Whole(plan->sequences[0].num_kv_tiles)
+  auto steps_of = [&](int i) {
+    return i < num_sequences ? FewSteps(sequences[i], p.group_size, kRows) : 0;
+  };
+  int end = InclusiveSum(steps_of(lane));  // of the sequences up to that of the lane
+  constexpr int kWarps = S::kThreads / 32;
+  OwnTotals all;
+  if (lane < kWarps) all = shared.totals()[lane];
+  all = all.OfWarp();
+  const int total = all.steps;
+  const FewShare shares(total, w.num_blocks.Quotient(total + p.num_few_blocks - 1), all.least);
+  const int share = all.most_steps == all.fewest_steps
+                        ? shares.Whole(sequences[0].num_kv_tiles, true, w.num_lone_blocks)
                         : shares.equal;
   const int first = block * share;
-  // A block without steps belongs to the first thread.
-  if ((start <= first && first < end) || (first >= total && i == 0)) {
-    plan->block =
-        FewBlockAt(s, i, start, min(first, total), min(first + share, total), share, kQTileRows);
+  if (first >= total) return {};
+  int base = 0;  // of the first step's sequence and its neighbours
+  unsigned after;
+#pragma unroll 1
+  while ((after = __ballot_sync(kAllLanes, end > first)) == 0) {
+    base += 32;
+    end = __shfl_sync(kAllLanes, end, 31) + InclusiveSum(steps_of(base + lane));
   }
-  __syncthreads();
+  const int owner = __ffs(after) - 1, index = base + owner;
+  const int start = __shfl_sync(kAllLanes, end, owner) - steps_of(index);
+  return FewBlockAt(ReadTogether(&sequences[index]), index, start, first, min(first + share, total),
+                    share, kRows);
 }
 
 // As the plan's token_sequence. All lanes of a warp must call it.
@@ -68,6 +83,12 @@ __device__ inline int MarkOfToken(const Problem& p, const PlannedSequence* seque
 // As StoreIdleTokens with a plan.
 __device__ inline void StoreIdleTokens(const Problem& p, const PlannedSequence* sequences,
                                        int first, int count) {
+  int served = 0;  // tokens of sequences that see keys: most often all
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < p.index.num_sequences; i += 32) {
+    served += sequences[i].role == kIdle ? 0 : sequences[i].num_queries;
+  }
+  if (__reduce_add_sync(kAllLanes, served) == p.num_tokens) return;
   for (int token = first; token < p.num_tokens; token += count) {
     const int mark = MarkOfToken(p, sequences, token);
     if (mark < 0) StoreIdle(p, token, IsKeyless(mark));

@@ -24,8 +24,9 @@ struct SwapProblem {
   Problem p;
   int box_keys;                 // keys per TMA box, which lies in one page
   bool q_vectors, out_vectors;  // queries can be read, outputs written, in vectors of 16 bytes
-  FastDivide group_size;
-  uint64_t tag;  // what a flag of the workspace says in this call
+  FastDivide num_blocks;        // of a KV head
+  int num_lone_blocks;          // as in PlanProblem
+  uint64_t tag;                 // what a flag of the workspace says in this call
 };
 
 // What is kept of the rows that a warpgroup has of a q tile.
@@ -39,14 +40,27 @@ struct SwapRows {
   float exchange[kSwapGroupWarps][kRows];
 };
 
-// What a block keeps of a plan that the engine makes itself.
-struct OwnPlan {
-  PlannedSequence sequences[kMaxOwnSequences];
-  FewBlock block;       // its steps
-  int32_t first_steps;  // of the first sequence
-  bool serves_all;      // each token belongs to a sequence that sees keys
-  // Of the sequences of each warp.
-  int32_t warp_steps[kOwnPlanWarps], warp_least[kOwnPlanWarps], warp_tokens[kOwnPlanWarps];
+// What an own plan sums up of the sequences with few queries.
+struct OwnTotals {
+  unsigned steps = 0, most_steps = 0, fewest_steps = ~0u;
+  unsigned least = 0;  // the largest LeastFewShare
+
+  __device__ void Add(unsigned sequence_steps, unsigned sequence_least) {
+    if (sequence_steps == 0) return;
+    steps += sequence_steps;
+    most_steps = max(most_steps, sequence_steps);
+    fewest_steps = min(fewest_steps, sequence_steps);
+    least = max(least, sequence_least);
+  }
+  // Of all lanes, which must call it together.
+  __device__ OwnTotals OfWarp() const {
+    OwnTotals all;
+    all.steps = __reduce_add_sync(kAllLanes, steps);
+    all.most_steps = __reduce_max_sync(kAllLanes, most_steps);
+    all.fewest_steps = __reduce_min_sync(kAllLanes, fewest_steps);
+    all.least = __reduce_max_sync(kAllLanes, least);
+    return all;
+  }
 };
 
 // Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
@@ -80,10 +94,10 @@ struct SwapShape {
   using Rows = SwapRows<kGroupRows>;
   static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
   static constexpr int kMaxStages = 6;
-  // Three barriers and a mask for each stage; 1 KB to align the stages.
-  static constexpr int kFixedBytes = 1024 +
-                                     kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) +
-                                     4 * 8 * kMaxStages + int{sizeof(OwnPlan)};
+  // Three barriers and a mask for each stage.
+  static constexpr int kFixedBytes =
+      kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 4 * 8 * kMaxStages +
+      kMaxOwnSequences * int{sizeof(PlannedSequence)} + kThreads / 32 * int{sizeof(OwnTotals)};
   static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
   static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
@@ -97,10 +111,8 @@ struct SwapShared {
   char* base;
   uint32_t address;
 
-  __device__ explicit SwapShared(char* shared) {
-    address = (SharedAddress(shared) + 1023) / 1024 * 1024;
-    base = shared + (address - SharedAddress(shared));
-  }
+  // shared: at a multiple of 1024 bytes.
+  __device__ explicit SwapShared(char* shared) : base(shared), address(SharedAddress(shared)) {}
   // Keys, then values.
   __device__ uint32_t stage(int i) const { return address + i * S::kStageBytes; }
   __device__ char* stage_data(int i) const { return base + i * S::kStageBytes; }
@@ -124,9 +136,12 @@ struct SwapShared {
   }
   __device__ uint32_t values_full(int i) const { return keys_full(S::kStages + i); }
   __device__ uint32_t empty(int i) const { return values_full(S::kStages + i); }
-  __device__ OwnPlan* plan() const {
-    const uint32_t place = (empty(S::kMaxStages) + 15) / 16 * 16;
-    return reinterpret_cast<OwnPlan*>(base + (place - address));
+  // Of a plan that the engine makes itself; totals: one of each warp.
+  __device__ PlannedSequence* sequences() const {
+    return reinterpret_cast<PlannedSequence*>(base + (empty(S::kMaxStages) - address));
+  }
+  __device__ OwnTotals* totals() const {
+    return reinterpret_cast<OwnTotals*>(sequences() + kMaxOwnSequences);
   }
 
   __device__ void InitBarriers() const {
@@ -193,7 +208,7 @@ struct SwapBoxes {
 // The producer warp: fills the stages with the keys and values of the block's steps.
 template <typename S>
 __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
-                            const PlannedSequence* sequences, const FewBlock& block, int kv_head) {
+                            const SequenceList& sequences, const FewBlock& block, int kv_head) {
   const int lane = threadIdx.x & 31;
   const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
   Cursor at(w.p, sequences, block);

@@ -114,11 +114,12 @@ struct SwapTile {
     LoadQueries(w, at, kv_head);
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     const int last_row = min(first_row + kRows, num_rows) - 1;
-    begin_all = p.Visible(s, last_row / p.group_size).begin;
-    end_all = p.Visible(s, first_row / p.group_size).end;
+    begin_all = p.Visible(s, p.by_group_size.Quotient(last_row)).begin;
+    end_all = p.Visible(s, p.by_group_size.Quotient(first_row)).end;
     if (thread() < kRows) {
       const int i = thread(), row = first_row + i;
-      const int query = row / p.group_size, head = kv_head * p.group_size + row % p.group_size;
+      const int query = p.by_group_size.Quotient(row);
+      const int head = kv_head * p.group_size + row - query * p.group_size;
       const bool exists = row < num_rows;
       rows.keys[i] = exists ? p.Visible(s, query) : KeyRange{0, 0};
       rows.slope[i] = exists ? p.alibi_slopes.at(at.index, head, 0.f) : 0.f;
@@ -302,7 +303,7 @@ struct SwapTile {
 
   // The token and the head of a row of this warpgroup.
   __device__ int2 PlaceOf(const SwapProblem& w, const Cursor& at, int kv_head, int row) const {
-    const int place = first_row + row, query = w.group_size.Quotient(place);
+    const int place = first_row + row, query = w.p.by_group_size.Quotient(place);
     return make_int2(at.sequence.first_query + query,
                      kv_head * w.p.group_size + place - query * w.p.group_size);
   }

@@ -61,6 +61,16 @@ struct Together {
     return x;
   }
 };
+// x of the first lane, for all lanes: the compiler does not know that they have the same already.
+template <typename T>
+__device__ T FromFirstLane(T x) {
+#pragma unroll
+  for (int i = 0; i < int{sizeof(T) / 4}; ++i) {
+    int& word = reinterpret_cast<int*>(&x)[i];
+    word = __shfl_sync(kAllLanes, word, 0);
+  }
+  return x;
+}
 template <typename T>
 __device__ T ReadTogether(const T* from) {
   return Together<T>(from).Get();

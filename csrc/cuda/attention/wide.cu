@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   }
   if (w.p.makes_plan) PrepareOwnPlan(w, shared, memory);
   __syncthreads();
+  PrefetchInputs(w.p);
   WaitForPrevious();
   const int items =
       w.p.makes_plan ? MakeOwnPlan<S>(memory) : w.p.plan.totals[kMany] * w.p.num_heads;
@@ -138,7 +139,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
   w.block_size = FastDivide(p.block_table.block_size);
-  w.num_heads = FastDivide(p.num_heads), w.group_size = FastDivide(p.group_size);
+  w.num_heads = FastDivide(p.num_heads);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kLoadedQueryColumns, S::kQTileTokens, &w.q) ||
@@ -208,7 +209,7 @@ ManyShape WideWork(const Problem& p) {
 
 bool FitsOwnPlan(const Problem& p, int64_t num_sequences) {
   const int64_t tiles = PlanLayout::MaxManyTiles(num_sequences, p.num_tokens);
-  return num_sequences <= kMaxOwnSequences && tiles <= kMaxOwnTiles &&
+  return num_sequences <= kMaxOwnMixed && tiles <= kMaxOwnTiles &&
          tiles * p.num_heads <= int64_t{kMaxOwnRounds} * NumMultiprocessors();
 }
 

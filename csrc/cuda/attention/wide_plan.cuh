@@ -14,9 +14,9 @@ namespace flashxla::attention {
 struct WideOwnPlan {
   // A function that is not inline would read each field of the kernel's from memory.
   WideProblem problem;
-  PlannedSequence sequences[kMaxOwnSequences];
-  int32_t ends[kMaxOwnSequences];  // the q tiles up to a sequence's last
-  int32_t warp_tiles[kOwnPlanWarps];
+  PlannedSequence sequences[kMaxOwnMixed];
+  int32_t ends[kMaxOwnMixed];  // the q tiles up to a sequence's last
+  int32_t warp_tiles[kMaxOwnMixed / 32];
   struct Tile {
     int32_t index, first_query;
     KeyRange keys;
@@ -61,14 +61,22 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   const Problem& p = w.p;
   constexpr int kTokens = S::kQTileTokens;
   const int i = threadIdx.x;
-  const PlannedSequence s = ReadOwnSequences(p, own->sequences);
+  ReadOwnSequences(p, own->sequences, [](const PlannedSequence&) {}, [] {});
+  const PlannedSequence s = i < p.index.num_sequences ? own->sequences[i] : PlannedSequence{};
   if (blockIdx.x == 0) {
     const unsigned served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);
     if (i % 32 == 0) atomicAdd(&own->num_served, served);
   }
   int end = InclusiveSum(ManyTiles(s.role, s.num_queries, kTokens));
-  const int total = SumOverSequences(&end, own->warp_tiles);
-  if (i < kMaxOwnSequences) own->ends[i] = end;
+  if (i % 32 == 31 && i < kMaxOwnMixed) own->warp_tiles[i / 32] = end;
+  __syncthreads();
+  int total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kMaxOwnMixed / 32; ++warp) {
+    if (warp < i / 32) end += own->warp_tiles[warp];
+    total += own->warp_tiles[warp];
+  }
+  if (i < kMaxOwnMixed) own->ends[i] = end;
   if (i == 0) own->most_cost = 0;
   __syncthreads();
   // By a thread that has nothing else to do when the plan is made.
@@ -87,7 +95,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
     own->cost_keys[n] = 0;
     if (n >= total) continue;
     // The first sequence with ends[] > n is in (low, high].
-    int low = -1, high = kMaxOwnSequences - 1;
+    int low = -1, high = kMaxOwnMixed - 1;
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -117,7 +125,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   const int item = ItemOfRound(i, blockIdx.x, gridDim.x);
   if (item < items) {
     const int entry = w.num_heads.Quotient(item), k = entry / parts, part = entry - k * parts;
-    const int head = item - entry * p.num_heads, kv_head = w.group_size.Quotient(head);
+    const int head = item - entry * p.num_heads, kv_head = p.by_group_size.Quotient(head);
     const WideOwnPlan::Tile found = own->tiles[own->order[k]];
     shared.own_tiles()[i] = {static_cast<uint16_t>(found.index),
                              static_cast<uint16_t>(head),

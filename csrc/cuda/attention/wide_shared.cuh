@@ -139,7 +139,7 @@ struct WideProblem {
   CUtensorMap q, k, v;
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
-  FastDivide block_size, num_heads, group_size;
+  FastDivide block_size, num_heads;
   bool gathers;  // plain keys: threads copy them, not TMA
   bool divides;  // the plan may divide q tiles into parts
   // The results of these, and a flag for those of each warpgroup.

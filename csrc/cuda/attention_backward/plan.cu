@@ -9,6 +9,7 @@ namespace {
 using attention::kAllLanes;
 using attention::kScanThreads;
 using attention::kScanWarps;
+using attention::ListedSequence;
 using attention::PlannedSequence;
 
 // With more key tiles than this they are not sorted by cost: so many balance anyway.
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kScanThreads)
   const attention::PlanProblem& p = problem.attention;
   const PlanLayout& layout = problem.layout;
   const auto* sequences =
-      reinterpret_cast<const PlannedSequence*>(p.plan + layout.attention.sequences());
+      reinterpret_cast<const ListedSequence*>(p.plan + layout.attention.sequences());
   const int32_t* token_sequence = p.plan + layout.attention.token_sequence();
   int32_t* row_tile_starts = p.plan + layout.row_tile_starts();
   auto* key_tiles = reinterpret_cast<int2*>(p.plan + layout.key_tiles());

@@ -38,7 +38,7 @@ struct PlanLayout {
 
 struct PlanView {
   const int32_t* totals;
-  const attention::PlannedSequence* sequences;  // those without queries or keys have the role kIdle
+  const attention::ListedSequence* sequences;  // those without queries or keys have the role kIdle
   // q tiles of attention::kRestQTileRows rows (of a KV head) of all sequences that see keys.
   const int32_t* rest_starts;
   const int32_t* rest_total;
