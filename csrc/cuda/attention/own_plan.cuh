@@ -9,31 +9,6 @@
 
 namespace flashxla::attention {
 
-// Starts to bring the 128 bytes around an address into L2. It is no access: another kernel may
-// still write there.
-__device__ inline void PrefetchL2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// Asks for what the kernel reads first. This may come before WaitForPrevious().
-__device__ inline void PrefetchInputs(const Problem& p) {
-  constexpr int kEntries = 128 / sizeof(int32_t);  // of a line
-  const IndexTensors& index = p.index;
-  const int first = threadIdx.x * kEntries;
-  if (p.makes_plan && first < index.num_sequences) {
-    PrefetchL2(&index.cu_seqlens_q.data[first * index.cu_seqlens_q.stride]);
-    if (index.seqused_k.data != nullptr) {
-      PrefetchL2(&index.seqused_k.data[first * index.seqused_k.stride]);
-    }
-  }
-  // Each block asks for other lines of the block table and the queries.
-  const int64_t line = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
-  if (line * kEntries < p.block_table.num_entries) {
-    PrefetchL2(&p.block_table.data[line * kEntries]);
-  }
-  if (line * 128 < p.q_bytes) PrefetchL2(p.q.data + line * 128);
-}
-
 // The sequences, as CheckTables takes them.
 struct OwnList {
   struct Entry {

@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   }
   if (w.p.makes_plan) PrepareOwnPlan(w, shared, memory);
   __syncthreads();
-  PrefetchInputs(w.p);
   WaitForPrevious();
   const int items =
       w.p.makes_plan ? MakeOwnPlan<S>(memory) : w.p.plan.totals[kMany] * w.p.num_heads;
