@@ -245,6 +245,32 @@ def test_own_plan(frontend: Frontend, rng: np.random.Generator, size: int, dim: 
     check_twice(frontend, *call_of(rng, case))
 
 
+# Where sequences are alike, a thread block of swap may get whole ones, though others have fewer steps then.
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize(
+    ("count", "queries", "keys"),
+    [
+        *((8, 1, 512), (12, 1, 512), (16, 1, 510), (17, 1, 512), (24, 1, 450), (28, 1, 512), (40, 1, 130)),
+        *((12, 2, 512), (16, 16, 400), (6, 30, 512), (130, 1, 200), (258, 1, 129)),
+    ],
+)
+@pytest.mark.parametrize("idle", [(), ((1, 0),), ((0, 300),)], ids=["all alike", "no keys", "no queries"])
+def test_alike_sequences(
+    frontend: Frontend,
+    rng: np.random.Generator,
+    count: int,
+    queries: int,
+    keys: int,
+    idle: tuple[tuple[int, int], ...],
+) -> None:
+    lens = [*[(queries, keys)] * count, *idle]
+    rng.shuffle(lens)
+    case = Case(
+        tuple((int(q), int(k)) for q, k in lens), heads=(8, 8), dim=64, dtype="bf16", page=16, pad_seqs=1
+    )
+    check_twice(frontend, *call_of(rng, case))
+
+
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("size", [40, 126, *SIZES[2::3]])
 @pytest.mark.parametrize("bad", [1, 7, 200])
