@@ -42,7 +42,7 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
   plan.few_combines = choice.few_combines;
   plan.num_few_blocks = choice.num_few_blocks;
-  plan.num_lone_blocks = NumLoneBlocks(p);
+  plan.num_lone_blocks = choice.num_lone_blocks;
   plan.few_q_tile_rows = choice.few_q_tile_rows;
   plan.many = choice.many;
   return plan;

@@ -79,6 +79,7 @@ Choice ChooseEngines(const Facts& facts) {
                                 : choice.few_takes_rest && FitsOwnPlan(p, facts.num_sequences));
     choice.few_q_tile_rows = p.few_q_tile_rows;
     choice.num_few_blocks = NumFewBlocks(p);
+    choice.num_lone_blocks = NumLoneBlocks(p);
   }
   return choice;
 }

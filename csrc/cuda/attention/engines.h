@@ -54,7 +54,7 @@ ManyShape WideWork(const Problem& problem);
 bool FitsOwnPlan(const Problem& problem, int64_t num_sequences);
 // How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
 int NumFewBlocks(const Problem& problem);
-// How many of these have a multiprocessor each.
+// How many of these have a multiprocessor each where more of them share some; 0 where none do.
 int NumLoneBlocks(const Problem& problem);
 // Its workspace.
 int64_t SplitWorkspaceBytes(const Problem& problem);
@@ -68,7 +68,7 @@ struct Choice {
   bool make_plan;                    // the engines can make the plan
   bool few_chunks, few_takes_rest;   // as in RoleRules
   int num_few_blocks;                // as in PlanProblem, like the numbers below
-  int few_q_tile_rows;
+  int num_lone_blocks, few_q_tile_rows;
   ManyShape many;
 
   const Engine& Of(Role role) const {

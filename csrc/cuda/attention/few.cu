@@ -32,7 +32,10 @@ int NumFewBlocks(const Problem& p) {
   return std::max(std::min(blocks, kMaxFewBlocks) / p.num_kv_heads, 1);
 }
 
-int NumLoneBlocks(const Problem& p) { return NumMultiprocessors() / p.num_kv_heads; }
+int NumLoneBlocks(const Problem& p) {
+  const int each = FewBlocksEach(UsualHeadSizes::Bucket(p.head_size), p.few_q_tile_rows);
+  return each > 1 ? NumMultiprocessors() / p.num_kv_heads : 0;
+}
 
 int64_t SplitWorkspaceBytes(const Problem& p) {
   constexpr int64_t kAlignment = 256;

@@ -197,7 +197,7 @@ struct PlanProblem {
   bool few_combines;  // the thread blocks of the engine for few queries combine what they computed
   bool want_slots;
   int32_t num_few_blocks;   // per KV head
-  int32_t num_lone_blocks;  // so many of these have a multiprocessor each
+  int32_t num_lone_blocks;  // so many of these have a multiprocessor each; 0 where all do
   int32_t few_q_tile_rows;  // rows of a q tile of few queries
   ManyShape many;
   int32_t* plan;

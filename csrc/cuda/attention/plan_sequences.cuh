@@ -232,8 +232,8 @@ struct FewShare {
   __device__ FewShare(int all_steps, int equal_share, int least)
       : total(all_steps), equal(max(max(equal_share, least), 1)) {}
 
-  // If all q tiles have `tile` steps. combines: blocks combine what they share. num_lone_blocks: so
-  // many blocks have a multiprocessor each.
+  // If all q tiles have `tile` steps. combines: blocks combine what they share. num_lone_blocks: as
+  // in PlanProblem.
   __device__ int Whole(int tile, bool combines, int num_lone_blocks) const {
     auto multiple = [&](int of) { return RoughQuotient(equal + of - 1, of) * of; };
     // Combining takes as long as some steps. Where two blocks share a multiprocessor and others
