@@ -145,27 +145,18 @@ struct Cursor {
     const int last_block = (tile_end - 1) / share;
     return Describe(continues ? last_block - block + 1 : 0, segment != block_begin);
   }
+  // The current q tile if it ends in block `block` and begins in an earlier one.
+  __device__ SplitTile Ended(int block) const {
+    const int first_block = tile_start / share;
+    const bool ends = tile_end <= end && first_block < block;
+    return Describe(ends ? block - first_block + 1 : 0, tile_start != first_block * share);
+  }
 
  private:
   __device__ SplitTile Describe(int num_parts, bool back) const {
     return {num_parts, back, index, sequence.first_query, sequence.num_queries, first_row, {}};
   }
 };
-
-// The first q tile of thread block `index`, which has `block`, if it ends there and begins in an
-// earlier one.
-__device__ inline SplitTile EndedTile(const FewBlock& block, int index) {
-  const PlannedSequence& s = block.sequence;
-  const int first_block = block.tile_start / block.share;
-  const bool ends = block.tile_start + s.num_kv_tiles <= block.end && first_block < index;
-  return {ends ? index - first_block + 1 : 0,
-          block.tile_start != first_block * block.share,
-          block.index,
-          s.first_query,
-          s.num_queries,
-          block.first_row,
-          {}};
-}
 
 }  // namespace flashxla::attention
 

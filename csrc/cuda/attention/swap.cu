@@ -119,7 +119,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   }
   const bool works = block.begin < block.end;
   SplitTile ended = {};
-  if (works && warp < S::kConsumerWarps) ended = EndedTile(block, blockIdx.y);
+  if (works && warp < S::kConsumerWarps) {
+    ended = Cursor(w.p, sequences, block).Ended(blockIdx.y);
+  }
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
     if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
