@@ -18,8 +18,8 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length) {
     q_tiles = std::min(q_tiles, sequences * static_cast<double>(tiles_of_one));
   }
   const double steps = q_tiles * static_cast<double>(facts.capacity / kFewKvTileKeys + 2);
-  // Thread blocks count beyond the last step, as StepsOfBlock (plan.cu) may give each a sixteenth
-  // more than its share.
+  // Thread blocks count beyond the last step, as FewShare may give each a sixteenth, or a few
+  // steps, more than its share.
   return (steps + kMaxFewBlocks) * 17 / 16 < double{INT32_MAX};
 }
 
