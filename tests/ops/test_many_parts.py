@@ -24,6 +24,10 @@ BATCHES = {
     "long and short": (((128, 7000), (100, 100), (60, 1500), (49, 60)), (4, 2)),
     "beside decode": (((1, 900), (130, 6000), (1, 1), (40, 300)), (8, 1)),
     "a prompt": (((2300, 2300),), (2, 1)),
+    # q tiles with all heads of a KV head. With groups of 7 they have unused rows, and groups of 71 leave too many.
+    "a few queries of 7 heads": (((21, 6000), (9, 4000), (37, 40)), (14, 2)),
+    "a token of many heads": (((9, 5000), (1, 3), (12, 2100)), (64, 1)),
+    "many heads": (((60, 5000), (12, 2100)), (71, 1)),
 }
 KINDS: list[dict[str, Any]] = [
     {},
@@ -49,7 +53,9 @@ def test_parts(frontend: Frontend, rng: np.random.Generator, batch: str, kind: d
     case = Case(lens, heads=heads, **({"dtype": "bf16", "dim": 128, "page": 16} | kind))
     function, arguments = call_of(rng, case)
     if (served := served_by(frontend, function, arguments)) is not None:
-        assert served == ("split" if case.page == 4 else "swap", "wide")
+        packed = case.page != 4 and not case.alibi
+        takes = packed or max(queries for queries, _ in lens) >= 48
+        assert served == ("split" if case.page == 4 else "swap", "wide" if takes else "tile")
     check_twice(frontend, function, arguments)
 
 
@@ -82,7 +88,7 @@ def test_random_chunks(frontend: Frontend, rng: np.random.Generator, number: int
     kv_heads = int(rng.integers(1, 5))
     case = Case(
         tuple(zip(len_q.tolist(), len_k.tolist(), strict=True)),
-        heads=(kv_heads * int(rng.integers(1, 5)), kv_heads),
+        heads=(kv_heads * int(rng.integers(1, 8)), kv_heads),
         dtype="bf16",
         dim=int(rng.choice([64, 128])),
         page=16,

@@ -22,6 +22,14 @@ int SwapQTileRows(int64_t longest, int head_size) {
   return longest <= kSwapMidRows && head_size <= 128 ? kSwapMidRows : kSwapQTileRows;
 }
 
+// Why no sequence can have many queries; "" if some can.
+const char* WhyNotMany(const Facts& facts, const ManyShape& shape) {
+  if (facts.max_queries >= shape.min_queries) return "";
+  static thread_local char why[64];  // valid until this thread's next call
+  std::snprintf(why, sizeof(why), "no sequence has as many as %d queries", shape.min_queries);
+  return why;
+}
+
 }  // namespace
 
 const char* WhyOnlyGeneral(const Problem& p) {
@@ -55,13 +63,14 @@ Choice ChooseEngines(const Facts& facts) {
     // positions decide.
     const bool one_kernel = facts.problem.batch_invariant && engine->role != kRest;
     const char* why = one_kernel ? kWhyOneKernel : engine->why_not(facts);
-    if (why[0] == '\0' && engine->role == kMany && facts.max_queries < kMinManyQueries) {
-      why = "no sequence has as many as 48 queries";
+    if (why[0] == '\0' && engine->role == kMany) {
+      const ManyShape shape = WideWork(facts.problem);
+      why = WhyNotMany(facts, shape);
+      if (why[0] == '\0') choice.many = shape;
     }
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }
-  if (choice.engines[kMany] != nullptr) choice.many = WideWork(facts.problem);
   if (choice.engines[kFew] != nullptr) {
     Problem p = facts.problem;
     const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
@@ -76,7 +85,8 @@ Choice ChooseEngines(const Facts& facts) {
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.make_plan =
         swap && (choice.all_few ? facts.num_sequences <= kMaxOwnSequences
-                                : choice.few_takes_rest && FitsOwnPlan(p, facts.num_sequences));
+                                : choice.few_takes_rest &&
+                                      FitsOwnPlan(choice.many, facts.num_sequences, p.num_tokens));
     choice.few_q_tile_rows = p.few_q_tile_rows;
     choice.num_few_blocks = NumFewBlocks(p);
     choice.num_lone_blocks = NumLoneBlocks(p);

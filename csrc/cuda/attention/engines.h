@@ -48,10 +48,10 @@ const char* WhyNoTensorCores(const Problem& problem);
 // promised; otherwise for those of at most MaxFewRows rows.
 bool AreFewStepsCountable(const Facts& facts, bool any_length);
 
-// How the engine wide divides its work. A q tile has at least kManyQTileTokens.
+// How the engine wide divides its work.
 ManyShape WideWork(const Problem& problem);
 // Whether wide's thread blocks have room for a plan that they make themselves.
-bool FitsOwnPlan(const Problem& problem, int64_t num_sequences);
+bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens);
 // How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
 int NumFewBlocks(const Problem& problem);
 // How many of these have a multiprocessor each where more of them share some; 0 where none do.
@@ -83,8 +83,8 @@ struct Choice {
   // Whether the engine for few queries may start while the one for many still runs.
   bool FewFollows() const { return few_combines && Runs(kMany); }
   RoleRules Roles() const {
-    return {engines[kFew] != nullptr, all_few, few_chunks, few_takes_rest,
-            engines[kMany] != nullptr};
+    return {engines[kFew] != nullptr,  all_few,         few_chunks, few_takes_rest,
+            engines[kMany] != nullptr, many.min_queries};
   }
 };
 

@@ -1,4 +1,6 @@
 // Makes the plan: one thread block reads the index tensors once and lists the engines' work.
+#include <algorithm>
+
 #include "cuda/attention/many_parts.cuh"
 #include "cuda/attention/plan.cuh"
 #include "cuda/attention/plan_sequences.cuh"
@@ -17,8 +19,8 @@ __device__ int NumThreads() { return static_cast<int>(blockDim.x); }
 // With more q tiles of many queries than this they are not sorted by cost: so many balance anyway.
 constexpr int kMaxSorted = 2048;
 // A sequence with more queries than this is long: several threads share its work here.
-constexpr int kMinLong = 32;
-static_assert(kMinLong < kMinManyQueries);
+constexpr int kMinLong = 8;
+static_assert(kMinLong < std::min(kMinManyQueries, kMinPackedQueries));
 
 // A long sequence: the part of ListedSequence that is needed here.
 struct LongSequence {

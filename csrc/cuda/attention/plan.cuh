@@ -27,11 +27,12 @@ constexpr int kNumRoles = 4;
 constexpr int kFewKvTileKeys = 64;
 // At most: see few_q_tile_rows. Swap has q tiles of all three sizes.
 constexpr int kSplitQTileRows = 16, kSwapMidRows = 32, kSwapQTileRows = 128;
-constexpr int kManyQTileTokens = 128;  // of one query head; at least: see ManyShape
 constexpr int kRestQTileRows = 64;
 
-// With fewer queries than this most of a q tile for many queries would be empty.
-constexpr int kMinManyQueries = 48;
+// With fewer queries than this most of a q tile for many queries would be empty. Where it has all
+// heads that share a KV head, the limit is that of few queries, MaxFewRows; but never less than
+// this.
+constexpr int kMinManyQueries = 48, kMinPackedQueries = 9;
 
 // A sequence has few queries if it has at most this many rows per KV head. A single query token
 // always counts as few, whatever the group size: reading the keys dominates then.
@@ -40,8 +41,10 @@ inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
 }
 
 // Whether a sequence with more rows than that is faster with the engine for few queries.
-inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys) {
-  return num_queries < kMinManyQueries && num_keys >= 256;
+// min_many_queries: see ManyShape.
+inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys,
+                                           int min_many_queries) {
+  return num_queries < min_many_queries && num_keys >= 256;
 }
 
 // A sequence, and what the plan adds.
@@ -94,9 +97,11 @@ struct alignas(16) FewBlock {
 struct ManyShape {
   int32_t q_tile_tokens;  // query tokens of a q tile
   int32_t kv_tile_keys;
-  int32_t num_heads;
+  int32_t num_heads;   // that have q tiles: query heads, or KV heads if these are packed
   int32_t num_blocks;  // thread blocks
-  bool divides;        // the keys of q tiles may be divided: see many_parts.cuh
+  int32_t min_queries = kMinManyQueries;  // that a sequence of the role must have
+  bool divides;                           // the keys of q tiles may be divided: see many_parts.cuh
+  bool packs;  // a q tile has the rows of a KV head, else those of a query head
 };
 
 // The most partial results of q tiles of many queries, of all heads together: as many as the
@@ -118,15 +123,20 @@ struct PlanLayout {
   int32_t num_sequences, num_tokens, num_many;
   bool has_slots;
 
-  __host__ __device__ PlanLayout(int64_t sequences, int64_t tokens, bool slots)
+  // q_tile_tokens: of many queries; 0: there are none.
+  __host__ __device__ PlanLayout(int64_t sequences, int64_t tokens, int q_tile_tokens, bool slots)
       : num_sequences(static_cast<int32_t>(sequences)),
         num_tokens(static_cast<int32_t>(tokens)),
-        num_many(static_cast<int32_t>(MaxManyTiles(sequences, tokens)) + kMaxPartials),
-        has_slots(slots) {}
+        num_many(0),
+        has_slots(slots) {
+    if (q_tile_tokens == 0) return;
+    num_many = static_cast<int32_t>(MaxManyTiles(sequences, tokens, q_tile_tokens)) + kMaxPartials;
+  }
 
   // The most q tiles of many queries.
-  __host__ __device__ static int64_t MaxManyTiles(int64_t sequences, int64_t tokens) {
-    return tokens / kManyQTileTokens + sequences;
+  __host__ __device__ static int64_t MaxManyTiles(int64_t sequences, int64_t tokens,
+                                                  int q_tile_tokens) {
+    return tokens / q_tile_tokens + sequences;
   }
 
   // Word r is the length of role r's list; few: of the list of all steps.
@@ -181,11 +191,12 @@ struct PlanView {
 
 // What decides the role of a sequence, beside its lengths.
 struct RoleRules {
-  bool use_few;         // the role kFew has an engine of its own
-  bool all_few;         // and every sequence has few queries
-  bool few_chunks;      // it also takes chunks of queries that see many keys: see IsFewChunk
-  bool few_takes_rest;  // and what would be kRest
-  bool use_many;        // the role kMany has an engine of its own
+  bool use_few;              // the role kFew has an engine of its own
+  bool all_few;              // and every sequence has few queries
+  bool few_chunks;           // it also takes chunks of queries that see many keys: see IsFewChunk
+  bool few_takes_rest;       // and what would be kRest
+  bool use_many;             // the role kMany has an engine of its own
+  int32_t min_many_queries;  // of a sequence that it takes
 };
 
 // What a plan is made from.
@@ -203,7 +214,7 @@ struct PlanProblem {
   int32_t* plan;
 
   __host__ __device__ PlanLayout layout() const {
-    return PlanLayout(index.num_sequences, index.num_tokens, want_slots);
+    return PlanLayout(index.num_sequences, index.num_tokens, many.q_tile_tokens, want_slots);
   }
 };
 

@@ -53,10 +53,11 @@ __device__ inline Role RoleOf(const RoleRules& rules, int group_size, const Sequ
   if (keys.begin >= keys.end) return kIdle;
   const int64_t rows = int64_t{s.num_queries} * group_size;
   if (rules.all_few || (rules.use_few && rows <= MaxFewRows(group_size)) ||
-      (rules.few_chunks && IsFewChunk(s.num_queries, keys.end - keys.begin))) {
+      (rules.few_chunks &&
+       IsFewChunk(s.num_queries, keys.end - keys.begin, rules.min_many_queries))) {
     return kFew;
   }
-  if (rules.use_many && s.num_queries >= kMinManyQueries) return kMany;
+  if (rules.use_many && s.num_queries >= rules.min_many_queries) return kMany;
   return rules.few_takes_rest ? kFew : kRest;
 }
 

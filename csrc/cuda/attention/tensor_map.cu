@@ -95,15 +95,17 @@ int KeysOfBox(const Problem& p, int most) {
 }
 
 bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
-             int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map) {
+             int64_t head_size, int box_columns, int box_heads, int box_tokens, CUtensorMap* map) {
   const int64_t sizes[3] = {head_size, num_heads, num_tokens};
   const int64_t strides[3] = {1, rows.stride_head, rows.stride_token};
-  const int box[3] = {box_columns, 1, box_tokens};
+  const int box[3] = {box_columns, box_heads, box_tokens};
   return MakeTensorMap(rows.data, dtype, 3, sizes, strides, box, map);
 }
 
-bool MapQueries(const Problem& p, int columns, int queries, CUtensorMap* map) {
-  return MapRows(p.q, p.q_dtype, p.num_tokens, p.num_heads, p.head_size, columns, queries, map);
+bool MapQueries(const Problem& p, int box_columns, int box_heads, int box_tokens,
+                CUtensorMap* map) {
+  return MapRows(p.q, p.q_dtype, p.num_tokens, p.num_heads, p.head_size, box_columns, box_heads,
+                 box_tokens, map);
 }
 
 bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map) {

@@ -27,12 +27,13 @@ const char* WhyNoCacheBoxes(const Problem& p, int least);
 // Keys per such a box: at most `most`, a power of two.
 int KeysOfBox(const Problem& p, int most);
 
-// Rows by (dim, head, token), in boxes of `box_columns` dims and `box_tokens` tokens.
+// Rows by (dim, head, token), in boxes of `box_columns` dims, `box_heads` heads and `box_tokens`
+// tokens.
 bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_heads,
-             int64_t head_size, int box_columns, int box_tokens, CUtensorMap* map);
+             int64_t head_size, int box_columns, int box_heads, int box_tokens, CUtensorMap* map);
 
-// Queries by (dim, head, token), in boxes of `columns` dims and `queries` tokens.
-bool MapQueries(const Problem& p, int columns, int queries, CUtensorMap* map);
+// Queries, likewise.
+bool MapQueries(const Problem& p, int box_columns, int box_heads, int box_tokens, CUtensorMap* map);
 
 // Keys or values by (dim, head, token in block, block), in boxes of `columns` dims and `keys`
 // tokens.

@@ -1,7 +1,7 @@
-// wide: many queries on Hopper. A thread block computes q tiles of one head.
+// wide: many queries on Hopper. A thread block computes q tiles of one head, or of a KV head.
 // The producer warps load by TMA (wide_load.cuh), or row by row where pages are small
 // (wide_gather.cuh), and convert fp8 keys (wide_fp8.cuh). Two or three consumer warpgroups, of 64
-// query tokens each, multiply (wide_consumer.cuh).
+// rows each, multiply (wide_consumer.cuh).
 #include <algorithm>
 
 #include "common/tensor_view.h"
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
   __syncthreads();
   WaitForPrevious();
   const int items =
-      w.p.makes_plan ? MakeOwnPlan<S>(memory) : w.p.plan.totals[kMany] * w.p.num_heads;
+      w.p.makes_plan ? MakeOwnPlan<S>(memory) : w.p.plan.totals[kMany] * w.work.num_heads;
   const bool works = static_cast<int>(blockIdx.x) < items;
   if (threadIdx.x < S::kProducerThreads) {
     LowerRegisters<S::kProducerRegisters>();
@@ -98,16 +98,39 @@ const char* WhyNotWide(const Facts& facts) {
   return "";
 }
 
+// Whether q tiles could have all query heads of a KV head, but for the lengths of the call: few of
+// their rows stay unused, and one slope of ALiBi is enough.
+bool CanPack(const Problem& p, int q_tile_rows) {
+  const int group = p.group_size;
+  return group > 1 && group <= q_tile_rows && q_tile_rows % group <= q_tile_rows / 8 &&
+         p.alibi_slopes.data == nullptr;
+}
+
+// How the engine works where the keys of q tiles may be divided.
+ManyShape DividedWork(const Problem& p) {
+  const int dims = WideHeadSizes::Bucket(p.head_size);
+  const WideKeys keys = KeysOf(p);
+  const int rows = 64 * WideConsumers(dims, keys, WideScores::kMore);
+  ManyShape shape = {rows, WideKvTileKeys(dims, keys), p.num_heads, NumMultiprocessors()};
+  shape.divides = true;
+  if (CanPack(p, rows)) {
+    shape.packs = true, shape.num_heads = p.num_kv_heads;
+    shape.q_tile_tokens = rows / p.group_size, shape.min_queries = kMinPackedQueries;
+  }
+  return shape;
+}
+
 // Whether the plan may divide the keys of q tiles. With fewer keys, or more q tiles, it does not,
 // and the code for ALiBi and small pages has no room for it.
 bool MayDivide(const Problem& p) {
   const WideKeys keys = KeysOf(p);
   if (keys == WideKeys::kDirect && (p.alibi_slopes.data != nullptr || Gathers(p))) return false;
+  const ManyShape shape = DividedWork(p);
   const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
-  const int64_t most = tokens / kManyQTileTokens + std::min(sequences, tokens / kMinManyQueries);
-  const int tile_keys = WideKvTileKeys(WideHeadSizes::Bucket(p.head_size), keys);
-  return most * p.num_heads <= 2 * kMaxPartials &&
-         p.index.capacity > int64_t{kMinDividedKvTiles - 1} * tile_keys;
+  const int64_t most =
+      tokens / shape.q_tile_tokens + std::min(sequences, tokens / shape.min_queries);
+  return most * shape.num_heads <= 2 * kMaxPartials &&
+         p.index.capacity > int64_t{kMinDividedKvTiles - 1} * shape.kv_tile_keys;
 }
 
 WideScores ScoresOf(const Problem& p) {
@@ -138,15 +161,16 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
   w.block_size = FastDivide(p.block_table.block_size);
-  w.num_heads = FastDivide(p.num_heads);
+  w.work = WideWork(p);
+  w.num_heads = FastDivide(w.work.num_heads);
+  w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
-  if (!MapQueries(p, S::kLoadedQueryColumns, S::kQTileTokens, &w.q) ||
+  if (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
       !MapCache(p, p.k, columns, w.box_keys, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
     return false;
   }
-  w.divides = MayDivide(p);
   w.partials = static_cast<float4*>(workspace);
   w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + PartialBytes(p));
   w.tag = NewCallTag();
@@ -200,16 +224,17 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 }  // namespace
 
 ManyShape WideWork(const Problem& p) {
+  if (MayDivide(p)) return DividedWork(p);
   const int dims = WideHeadSizes::Bucket(p.head_size);
   const WideKeys keys = KeysOf(p);
   return {64 * WideConsumers(dims, keys, ScoresOf(p)), WideKvTileKeys(dims, keys), p.num_heads,
-          NumMultiprocessors(), MayDivide(p)};
+          NumMultiprocessors()};
 }
 
-bool FitsOwnPlan(const Problem& p, int64_t num_sequences) {
-  const int64_t tiles = PlanLayout::MaxManyTiles(num_sequences, p.num_tokens);
+bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens) {
+  const int64_t tiles = PlanLayout::MaxManyTiles(num_sequences, num_tokens, shape.q_tile_tokens);
   return num_sequences <= kMaxOwnMixed && tiles <= kMaxOwnTiles &&
-         tiles * p.num_heads <= int64_t{kMaxOwnRounds} * NumMultiprocessors();
+         tiles * shape.num_heads <= int64_t{kMaxOwnRounds} * shape.num_blocks;
 }
 
 const Engine kWideEngine = {

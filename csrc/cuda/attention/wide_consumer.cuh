@@ -71,7 +71,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     const Sequence& s = tile.s;
     const ScoreRule rule(p, tile);
-    RowState rows(p, tile, group, row0);
+    RowState rows(w.p, TileRows<S>{w}, tile, group, row0);
     float out[kDims / 2], score[kKeys / 2], factor[2];
     uint32_t weights[kKeySteps][4];
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
           MatrixProduct<Product, kKeys>::Start(
               score,
               MatrixDescriptor(shared.queries(queries.stage) +
-                                   block * S::kQTileTokens * kWideRowBytes +
+                                   block * S::kQTileRows * kWideRowBytes +
                                    group * 64 * kWideRowBytes + step,
                                0),
               b, k > 0);
@@ -158,7 +158,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       for (int k = 0; k < kDimSteps; ++k) {
         const int chunk = k % 4 * 2 + lane / 16;
         LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
-                                         k / 4 * S::kQTileTokens * kWideRowBytes +
+                                         k / 4 * S::kQTileRows * kWideRowBytes +
                                          row * kWideRowBytes + (chunk ^ row % 8) * 16);
         if (rule.negative) {
 #pragma unroll
@@ -171,20 +171,24 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
            i += kWarpgroupThreads) {
         constexpr int kVectors = 64 * kWideRowBytes / 16;  // of a warpgroup, in a block of columns
         NegateVector<kSigns>(shared.queries(queries.stage) +
-                             i / kVectors * S::kQTileTokens * kWideRowBytes +
+                             i / kVectors * S::kQTileRows * kWideRowBytes +
                              (group * kVectors + i % kVectors) * 16);
       }
       FenceProxy();
       SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
     }
-    const int group_query = tile.first_query + group * 64;
+    const TileRows<S> tile_rows{w};
+    const int group_query = tile.first_query + tile_rows.Query(group * 64);
     // A warpgroup without rows. Where q tiles are short and many, that is not worth the question.
     const bool idle = (S::kConsumers > 2 || S::kDivides) && group_query >= s.num_queries;
     if constexpr (S::kConsumers > 2 || S::kDivides) {
       // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them, and
       // passes its turn on. Those that take turns do so only where they have no rows at all.
       int end = idle ? 0 : tile.end;
-      if (!kTurns && !idle) end = p.Visible(s, min(group_query + 63, s.num_queries - 1)).end;
+      if (!kTurns && !idle) {
+        const int last = tile.first_query + tile_rows.Query(group * 64 + 63);
+        end = p.Visible(s, min(last, s.num_queries - 1)).end;
+      }
       for (; n >= first && n * kKeys >= end; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
         if (kTurns) {
@@ -248,13 +252,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     tile = tiles.Read();
     const float scale = rule.template rest<S::kAlibi>();
     if constexpr (S::kDivides) {
-      if (idle) continue;
-      const WideParts<S, kDims> parts(w, tile, group);
-      if (tile.part + 1 < tile.num_parts) parts.Store(tile.part, kGroupBarrier + group, rows, out);
-      if (tile.part + 1 != tile.num_parts) continue;
-      if (tile.part > 0) parts.Add(tile.part, kGroupBarrier + group, scale, rows, out);
+      if (idle || tile.num_parts == 0) continue;
+      if (!AddParts<S, kDims>(w, tile, group, kGroupBarrier + group, scale, rows, out)) continue;
     }
-    StoreRows<Out, kDims, kLift>(p, tile, row0, rows, scale, out);
+    StoreRows<Out, kDims, kLift>(p, tile_rows, tile, row0, rows, scale, out);
   }
 }
 

@@ -75,7 +75,7 @@ __device__ void WidenQueries(uint32_t rows, int barrier) {
   const int thread = threadIdx.x % kWarpgroupThreads;
   uint4 raw[kEach];
   auto at = [&](int block, int row, int vector) {
-    return rows + (block * S::kQTileTokens + row) * kWideRowBytes + (vector ^ row % 8) * 16;
+    return rows + (block * S::kQTileRows + row) * kWideRowBytes + (vector ^ row % 8) * 16;
   };
   const int vector = thread % 8;
 #pragma unroll

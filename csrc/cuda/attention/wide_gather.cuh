@@ -97,11 +97,11 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
   };
   WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
-  if (threadIdx.x < 32) schedule.HandOut(p);
+  if (threadIdx.x < 32) schedule.HandOut(w);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     if (threadIdx.x < 32) {
       LoadQueryTile(w, shared, tile, queries);
-      schedule.HandOut(p);
+      schedule.HandOut(w);
     }
     const WideRows<S> rows(p, tile);
     const int kv_head = tile.kv_head;

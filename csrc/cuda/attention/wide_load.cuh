@@ -16,9 +16,10 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
   constexpr int kLoaded = S::kWidensQueries ? S::kRawBlocks : S::kBlocks;
   if (threadIdx.x % 32 == 0) {
-    ArriveExpecting(full, kLoaded * S::kQTileTokens * kWideRowBytes);
+    const TileRows<S> rows{w};
+    ArriveExpecting(full, kLoaded * rows.tokens() * rows.heads() * kWideRowBytes);
     for (int c = 0; c < kLoaded; ++c) {
-      LoadBox3(shared.queries(state.stage) + c * S::kQTileTokens * kWideRowBytes, &w.q, full,
+      LoadBox3(shared.queries(state.stage) + c * S::kQTileRows * kWideRowBytes, &w.q, full,
                c * S::kLoadedQueryColumns, tile.head, tile.s.first_query + tile.first_query);
     }
   }
@@ -87,10 +88,10 @@ __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared, i
   PipelineState<S::kQueryStages> state;
   WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
-  schedule.HandOut(w.p);
+  schedule.HandOut(w);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     LoadQueryTile(w, shared, tile, state);
-    schedule.HandOut(w.p);
+    schedule.HandOut(w);
   }
 }
 
@@ -130,10 +131,10 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared, int i
   PipelineState<S::kRawStages> raw;
   WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
-  schedule.HandOut(w.p);
+  schedule.HandOut(w);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     LoadQueryTile(w, shared, tile, queries);
-    schedule.HandOut(w.p);
+    schedule.HandOut(w);
     const WideBoxes<S> boxes(w, tile);
     auto load_raw = [&](const CUtensorMap* map, int n, int2 place) {
       WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);

@@ -59,7 +59,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   WideOwnPlan* own = OwnPlanOf(shared, memory);
   const WideProblem& w = own->problem;
   const Problem& p = w.p;
-  constexpr int kTokens = S::kQTileTokens;
+  const int tokens = TileRows<S>{w}.tokens();
   const int i = threadIdx.x;
   ReadOwnSequences(p, own->sequences, [](const PlannedSequence&) {}, [] {});
   const PlannedSequence s = i < p.index.num_sequences ? own->sequences[i] : PlannedSequence{};
@@ -67,7 +67,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
     const unsigned served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);
     if (i % 32 == 0) atomicAdd(&own->num_served, served);
   }
-  int end = InclusiveSum(ManyTiles(s.role, s.num_queries, kTokens));
+  int end = InclusiveSum(ManyTiles(s.role, s.num_queries, tokens));
   if (i % 32 == 31 && i < kMaxOwnMixed) own->warp_tiles[i / 32] = end;
   __syncthreads();
   int total = 0;
@@ -103,7 +103,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
     }
     // The last tile of a sequence comes first.
     const ManyTile tile = ManyTileOf(own->sequences[high], high, p.window,
-                                     (own->ends[high] - 1 - n) * kTokens, kTokens);
+                                     (own->ends[high] - 1 - n) * tokens, tokens);
     const int cost = KvTilesOf(tile, S::kKeys);
     own->tiles[n] = {high, tile.first_query, {tile.begin, tile.end}};
     own->cost_keys[n] = CostKey(cost, n);
@@ -117,15 +117,14 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   __syncthreads();
   int parts = 1;
   if constexpr (S::kDivides) {
-    const int blocks = gridDim.x;
-    const ManyShape shape = {kTokens, S::kKeys, p.num_heads, blocks, w.divides};
-    parts = ChooseManyParts(shape, own->most_cost, total);
+    parts = ChooseManyParts(w.work, own->most_cost, total);
   }
-  const int items = total * parts * p.num_heads;
+  const int items = total * parts * w.work.num_heads;
   const int item = ItemOfRound(i, blockIdx.x, gridDim.x);
   if (item < items) {
     const int entry = w.num_heads.Quotient(item), k = entry / parts, part = entry - k * parts;
-    const int head = item - entry * p.num_heads, kv_head = p.by_group_size.Quotient(head);
+    const int head = (item - entry * w.work.num_heads) * TileRows<S>{w}.heads();
+    const int kv_head = p.by_group_size.Quotient(head);
     const WideOwnPlan::Tile found = own->tiles[own->order[k]];
     shared.own_tiles()[i] = {static_cast<uint16_t>(found.index),
                              static_cast<uint16_t>(head),

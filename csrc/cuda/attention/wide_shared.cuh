@@ -18,8 +18,8 @@ struct OwnTile {
 
   // S: the WideShape.
   template <typename S>
-  __device__ ManyTile Tile(const Sequence& s, const Window& window) const {
-    ManyTile tile = ManyTileOf(s, index, window, first_query, S::kQTileTokens);
+  __device__ ManyTile Tile(const Sequence& s, const Window& window, int q_tile_tokens) const {
+    ManyTile tile = ManyTileOf(s, index, window, first_query, q_tile_tokens);
     tile.head = head, tile.kv_head = kv_head;
     if (S::kDivides && parts > 1) TakePart(S::kKeys, k, part, parts, &tile);
     return tile;
@@ -82,8 +82,7 @@ struct WideShape {
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
-  static constexpr int kQTileTokens = 64 * kConsumers;
-  static_assert(kQTileTokens >= kManyQTileTokens);  // for which the plan's list has room
+  static constexpr int kQTileRows = 64 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
   static constexpr bool kManyProducers = !kDirect && kDims <= 128;
@@ -97,7 +96,7 @@ struct WideShape {
   // Keeps queries in registers, so that matrix instructions do not read them from shared memory
   // each time.
   static constexpr bool kQueriesInRegisters = kDims <= 128 && !kWidened && kConsumers == 2;
-  static constexpr int kQueryBytes = kQTileTokens * kBlocks * kWideRowBytes;
+  static constexpr int kQueryBytes = kQTileRows * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
   static constexpr int kValueBytes = kFp8 ? kDims * kWideRowBytes : kKeyBytes;
@@ -139,9 +138,13 @@ struct WideProblem {
   CUtensorMap q, k, v;
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
-  FastDivide block_size, num_heads;
+  FastDivide block_size;
+  ManyShape work;
+  FastDivide num_heads;  // as in `work`
+  // Of a row's query token, as q tiles have them: those that share a KV head if they are packed,
+  // else 1.
+  FastDivide packed_heads;
   bool gathers;  // plain keys: threads copy them, not TMA
-  bool divides;  // the plan may divide q tiles into parts
   // The results of these, and a flag for those of each warpgroup.
   float4* partials;
   uint64_t* flags;
@@ -149,6 +152,22 @@ struct WideProblem {
 };
 
 #if defined(FLASHXLA_HOPPER)
+
+// How the rows of a q tile lie: those of a token are neighbours. Only instances that divide q tiles
+// have code for more than one row of a token.
+template <typename S>
+struct TileRows {
+  const WideProblem& w;
+
+  __device__ int tokens() const { return S::kDivides ? w.work.q_tile_tokens : S::kQTileRows; }
+  __device__ int heads() const {
+    return S::kDivides ? static_cast<int>(w.packed_heads.divisor) : 1;
+  }
+  // The query token of a row, from the tile's first one on.
+  __device__ int Query(int row) const {
+    return S::kDivides ? static_cast<int>(w.packed_heads.Quotient(row)) : row;
+  }
+};
 
 // Addresses in shared memory: stages of queries, of keys and of values, of raw keys and values, and
 // of q tiles. Each stage has two barriers, one for "it is full" and one for "it is empty".

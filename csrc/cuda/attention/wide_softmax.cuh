@@ -14,20 +14,23 @@ struct RowState {
   float row_max[2], row_sum[2];  // of the unscaled scores; of this thread's columns
   int begin[2], end[2];          // keys that each row sees
   int begin_all, end_all;        // keys that all 64 rows see
-  int diagonal;                  // position of the first of the two rows among the keys
+  int diagonal;                  // ALiBi: position of the first of the two rows among the keys
 
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
-  __device__ RowState(const Problem& p, const ManyTile& tile, int group, int row0) {
+  template <typename S>
+  __device__ RowState(const Problem& p, const TileRows<S>& of, const ManyTile& tile, int group,
+                      int row0) {
     const Sequence& s = tile.s;
-    const int last_query = s.num_queries - 1;
-    const int group_query = tile.first_query + group * 64;
-    begin_all = p.Visible(s, min(group_query + 63, last_query)).begin;
-    end_all = p.Visible(s, min(group_query, last_query)).end;
+    auto visible = [&](int row) {
+      return p.Visible(s, min(tile.first_query + of.Query(row), s.num_queries - 1));
+    };
+    begin_all = visible(group * 64 + 63).begin;
+    end_all = visible(group * 64).end;
     diagonal = tile.first_query + row0 + (s.length - s.num_queries);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Rows past the sequence's last repeat its mask. They are computed but not stored.
-      const KeyRange keys = p.Visible(s, min(tile.first_query + row0 + 8 * r, last_query));
+      const KeyRange keys = visible(row0 + 8 * r);
       begin[r] = keys.begin, end[r] = keys.end;
       row_max[r] = -INFINITY, row_sum[r] = 0.f;
     }

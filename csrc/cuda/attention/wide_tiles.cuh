@@ -46,21 +46,23 @@ class WideSchedule {
   __device__ WideSchedule(const WideShared<S>& shared, int items)
       : shared_(shared), items_(items) {}
 
-  __device__ void HandOut(const Problem& p) {
+  __device__ void HandOut(const WideProblem& w) {
+    const Problem& p = w.p;
     const int lane = threadIdx.x & 31;
     const int item = ItemOfRound(round_, blockIdx.x, gridDim.x);
     WaitBarrier(shared_.tile_empty(state_.stage), state_.parity ^ 1);
     if (!p.makes_plan) {
       int word = -1;
       if (lane < kTileWords && item < items_) {
-        const int head = item % p.num_heads;
-        word = reinterpret_cast<const int*>(&p.plan.many_tiles[item / p.num_heads])[lane];
+        const int entry = w.num_heads.Quotient(item);
+        const int head = (item - entry * w.work.num_heads) * TileRows<S>{w}.heads();
+        word = reinterpret_cast<const int*>(&p.plan.many_tiles[entry])[lane];
         if (lane == offsetof(ManyTile, head) / 4) word = head;
-        if (lane == offsetof(ManyTile, kv_head) / 4) word = head / p.group_size;
+        if (lane == offsetof(ManyTile, kv_head) / 4) word = p.by_group_size.Quotient(head);
       }
       if (lane < kTileWords) reinterpret_cast<int*>(shared_.tile(state_.stage))[lane] = word;
     } else if (round_ > 0 && lane == 0) {  // the first one is there
-      *shared_.tile(state_.stage) = TileOfOwn(p, item);
+      *shared_.tile(state_.stage) = TileOfOwn(w, item);
     }
     Release(shared_.tile_full(state_.stage));
     state_.Next(), ++round_;
@@ -68,7 +70,8 @@ class WideSchedule {
 
  private:
   // The block's q tile in an own plan. What it is made from is read anew: shared memory lacks room.
-  __device__ ManyTile TileOfOwn(const Problem& p, int item) const {
+  __device__ ManyTile TileOfOwn(const WideProblem& w, int item) const {
+    const Problem& p = w.p;
     ManyTile tile = {};
     tile.index = -1;
     if (item >= items_) return tile;
@@ -77,7 +80,7 @@ class WideSchedule {
     ReadKeys(p.index, own.index, &s);
     s.first_query = At(p.index.cu_seqlens_q, own.index);
     s.num_queries = At(p.index.cu_seqlens_q, own.index + 1) - s.first_query;
-    return own.template Tile<S>(s, p.window);
+    return own.template Tile<S>(s, p.window, TileRows<S>{w}.tokens());
   }
 
   const WideShared<S>& shared_;

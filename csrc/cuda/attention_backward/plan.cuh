@@ -18,7 +18,7 @@ struct PlanLayout {
   int32_t num_row_tiles, num_key_tiles;  // at most
 
   PlanLayout(int64_t sequences, int64_t tokens, int64_t keys, int32_t keys_of_tile)
-      : attention(sequences, tokens, false),
+      : attention(sequences, tokens, 0, false),
         key_tile(keys_of_tile),
         num_row_tiles(static_cast<int32_t>(tokens / kRowTile + sequences)),
         num_key_tiles(static_cast<int32_t>(keys / keys_of_tile + sequences)) {}

@@ -83,8 +83,8 @@ flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
   auto map = [&](const Rows& rows, int num_rows, int num_heads, int box, CUtensorMap* to) {
-    return attention::MapRows(rows, p.dtype, num_rows, num_heads, p.head_size, kBlockColumns, box,
-                              to);
+    return attention::MapRows(rows, p.dtype, num_rows, num_heads, p.head_size, kBlockColumns, 1,
+                              box, to);
   };
   if (!map(p.q, p.num_tokens, p.num_heads, kRowTile, &w.q) ||
       !map(p.grad_out, p.num_tokens, p.num_heads, kRowTile, &w.grad_out) ||
