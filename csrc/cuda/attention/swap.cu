@@ -119,8 +119,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   }
   const bool works = block.begin < block.end;
   SplitTile ended = {};
+  bool combines_many = false;
   if (works && warp < S::kConsumerWarps) {
     ended = Cursor(w.p, sequences, block).Ended(blockIdx.y);
+    const int ended_rows = ended.num_queries * w.p.group_size - ended.first_row;
+    combines_many = S::kCombinesMany || ended_rows > kMostRowsAtOnce;
   }
   if (warp >= S::kConsumerWarps) {
     if constexpr (S::kMoveRegisters) LowerRegisters<56>();
@@ -134,13 +137,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
     if (works) {
       SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
-      if constexpr (S::kMoveRegisters) {  // here there are enough
+      if (__builtin_expect(combines_many, S::kCombinesMany)) {
         CombineManyRows(w, shared, workspace, kv_head, warp, ended);
       }
     }
   }
-  if constexpr (!S::kMoveRegisters) {
-    if (works) CombineParts(w, shared, workspace, kv_head, warp, ended);
+  if constexpr (!S::kCombinesMany) {
+    if (works && !combines_many) CombineParts(w, shared, workspace, kv_head, warp, ended);
   }
   if (w.p.few_follows) WaitForPrevious();
 #endif

@@ -1,4 +1,4 @@
-// How swap's blocks combine q tiles of many rows.
+// How swap's blocks combine q tiles of more than a few rows.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_MANY_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SWAP_COMBINE_MANY_CUH_
 
@@ -6,11 +6,14 @@
 
 namespace flashxla::attention {
 
+// A q tile with more rows is combined by CombineManyRows.
+constexpr int kMostRowsAtOnce = 8;
+
 #if defined(FLASHXLA_HOPPER)
 
-// As CombineParts (swap_combine.cuh), for q tiles of many rows: quicker for these, but slower for
-// few. First the threads find out what each part of a row is multiplied by, some threads a row;
-// then a warp adds up four rows at a time.
+// As CombineParts (swap_combine.cuh), which is quicker for the few rows of most decode calls. First
+// the threads find out what each part of a row is multiplied by, some threads a row; then a warp
+// adds up four rows at a time.
 template <typename S>
 __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& shared,
                                 const SplitWorkspace& workspace, int kv_head, int warp,

@@ -81,6 +81,9 @@ struct SwapShape {
   static constexpr int kConsumerWarps = kGroups * kSwapGroupWarps;
   // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
   static constexpr bool kMoveRegisters = kGroups > 1;
+  // How thread blocks combine what they share: see swap_combine_many.cuh. The instances for few
+  // rows can do both.
+  static constexpr bool kCombinesMany = kMaxRows > kSplitQTileRows;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
   static constexpr int kRowBytes = 128;
