@@ -59,6 +59,12 @@ __device__ inline void ArriveNamed(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Starts to bring the 128 bytes around an address into L2. It is no access: another kernel may
+// still write there.
+__device__ inline void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // TMA.
 
 __device__ inline void PrefetchMap(const CUtensorMap* map) {

@@ -11,12 +11,6 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Starts to bring the 128 bytes around an address into L2. It is no access: another kernel may
-// still write there.
-__device__ inline void PrefetchL2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Asks for what the kernel reads first. This may come before WaitForPrevious().
 __device__ inline void PrefetchInputs(const Problem& p) {
   constexpr int kEntries = 128 / sizeof(int32_t);  // of a line

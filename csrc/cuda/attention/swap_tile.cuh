@@ -44,6 +44,14 @@ __device__ inline void StoreTurned(uint32_t address, const uint32_t (&r)[2]) {
                : "memory");
 }
 
+// Turns an 8x8 matrix of 16-bit numbers, of which lane l has numbers l % 4 * 2 and the next of row
+// l / 4.
+__device__ inline uint32_t Turned(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // The descriptor (MatrixDescriptor) of an operand `bytes` after the one of `descriptor`. The
 // address is in its low half, and does not overflow.
 __device__ inline uint64_t After(uint64_t descriptor, int bytes) {
@@ -112,6 +120,7 @@ struct SwapTile {
     const Sequence& s = at.sequence;
     const int num_rows = s.num_queries * p.group_size;
     LoadQueries(w, at, kv_head);
+    PrefetchNextQueries(p, s, kv_head);
     plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
     const int last_row = min(first_row + kRows, num_rows) - 1;
     begin_all = p.Visible(s, p.by_group_size.Quotient(last_row)).begin;
@@ -221,8 +230,8 @@ struct SwapTile {
     SyncGroup();
   }
 
-  // Writes the rows, after End. They go through shared memory, in place of the queries, so that
-  // memory is written in vectors.
+  // Writes the rows, after End. Those of 16-bit keys are turned: few of them in registers, more in
+  // shared memory, in place of the queries, so that memory is written in vectors.
   __device__ void Store(const SwapProblem& w, const Cursor& at, int kv_head) const {
     const Problem& p = w.p;
     const int num_rows = RowsOf(p, at);
@@ -239,6 +248,24 @@ struct SwapTile {
       return reinterpret_cast<Out*>(p.out.data) + place.x * p.out.stride_token +
              place.y * p.out.stride_head;
     };
+    if constexpr (kRows == 8 && !S::kFp8) {
+      if (w.out_vectors) {
+        const float factors[2] = {rows.factor[RowOf(0)], rows.factor[RowOf(1)]};
+        const int row = lane / 4, first = warp * 16 + lane % 4 * 2;
+        Out* const to = row_of(min(row, num_rows - 1));
+#pragma unroll
+        for (int tile = 0; tile < kOutTiles; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float* x = &out[tile][2 * half];
+            const uint32_t pair = Turned(Pack<Out>(x[0] * factors[0], x[1] * factors[1]));
+            const int d = tile * 64 + half * 8 + first;
+            if (row < num_rows && d < p.head_size) *reinterpret_cast<uint32_t*>(to + d) = pair;
+          }
+        }
+        return;
+      }
+    }
     if (!w.out_vectors) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
@@ -393,6 +420,17 @@ struct SwapTile {
         if (i < kVectors) StoreQueries<kChunks>(i / kChunks, i % kChunks * 8, x[n]);
       }
     }
+  }
+
+  // Asks for the queries of the next sequence, which most likely follow.
+  __device__ void PrefetchNextQueries(const Problem& p, const Sequence& s, int kv_head) const {
+    const int token = s.first_query + s.num_queries, size = p.q_dtype == p.out_dtype ? 2 : 1;
+    constexpr int kLines = S::kDims / 64;  // of a head, of 128 bytes
+    const int head = thread() / kLines, line = thread() % kLines * 128;
+    if (token >= p.num_tokens || head >= p.group_size || line >= p.head_size * size) return;
+    const int64_t offset =
+        token * p.q.stride_token + (kv_head * p.group_size + head) * p.q.stride_head;
+    PrefetchL2(p.q.data + offset * size + line);
   }
 
   // Stores dims [d, d + 8) of a row of queries in shared memory.
