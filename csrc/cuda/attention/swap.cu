@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
     if (works) {
       SwapConsume(w, shared, workspace, sequences, block, kv_head, warp);
+      // The usual way's instructions come first: they take long to arrive.
       if (__builtin_expect(combines_many, S::kCombinesMany)) {
         CombineManyRows(w, shared, workspace, kv_head, warp, ended);
       }

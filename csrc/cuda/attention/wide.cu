@@ -106,16 +106,21 @@ bool CanPack(const Problem& p, int q_tile_rows) {
          p.alibi_slopes.data == nullptr;
 }
 
-// How the engine works where the keys of q tiles may be divided.
-ManyShape DividedWork(const Problem& p) {
+// How the engine works where the keys of q tiles are not divided.
+ManyShape WholeWork(const Problem& p, WideScores scores) {
   const int dims = WideHeadSizes::Bucket(p.head_size);
   const WideKeys keys = KeysOf(p);
-  const int rows = 64 * WideConsumers(dims, keys, WideScores::kMore);
-  ManyShape shape = {rows, WideKvTileKeys(dims, keys), p.num_heads, NumMultiprocessors()};
+  return {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(dims, keys), p.num_heads,
+          NumMultiprocessors()};
+}
+
+// The same where they may be.
+ManyShape DividedWork(const Problem& p) {
+  ManyShape shape = WholeWork(p, WideScores::kMore);
   shape.divides = true;
-  if (CanPack(p, rows)) {
+  if (CanPack(p, shape.q_tile_tokens)) {
     shape.packs = true, shape.num_heads = p.num_kv_heads;
-    shape.q_tile_tokens = rows / p.group_size, shape.min_queries = kMinPackedQueries;
+    shape.q_tile_tokens /= p.group_size, shape.min_queries = kMinPackedQueries;
   }
   return shape;
 }
@@ -224,11 +229,7 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 }  // namespace
 
 ManyShape WideWork(const Problem& p) {
-  if (MayDivide(p)) return DividedWork(p);
-  const int dims = WideHeadSizes::Bucket(p.head_size);
-  const WideKeys keys = KeysOf(p);
-  return {64 * WideConsumers(dims, keys, ScoresOf(p)), WideKvTileKeys(dims, keys), p.num_heads,
-          NumMultiprocessors()};
+  return MayDivide(p) ? DividedWork(p) : WholeWork(p, ScoresOf(p));
 }
 
 bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens) {

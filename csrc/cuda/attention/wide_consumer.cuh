@@ -71,7 +71,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     const Sequence& s = tile.s;
     const ScoreRule rule(p, tile);
-    RowState rows(w.p, TileRows<S>{w}, tile, group, row0);
+    const TileRows<S> tile_rows{w};
+    RowState rows(p, tile_rows, tile, group, row0);
     float out[kDims / 2], score[kKeys / 2], factor[2];
     uint32_t weights[kKeySteps][4];
 #pragma unroll
@@ -177,7 +178,6 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       FenceProxy();
       SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
     }
-    const TileRows<S> tile_rows{w};
     const int group_query = tile.first_query + tile_rows.Query(group * 64);
     // A warpgroup without rows. Where q tiles are short and many, that is not worth the question.
     const bool idle = (S::kConsumers > 2 || S::kDivides) && group_query >= s.num_queries;
