@@ -55,16 +55,22 @@ const char* WhyNoTensorCores(const Problem& p) {
 
 Choice ChooseEngines(const Facts& facts) {
   Choice choice = {};
+  Problem p = facts.problem;
+  const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
+  const bool countable = AreFewStepsCountable(facts, true);
+  const bool few_rows = longest <= MaxFewRows(p.group_size) && countable;
   for (const Engine* engine : kEngines) {
     const Engine*& chosen = choice.engines[engine->role];
     const char*& why_not = choice.why_not[engine->role];
     if (chosen != nullptr) continue;
+    // Nothing would be left for it.
+    if (engine->role == kMany && few_rows && choice.engines[kFew] != nullptr) continue;
     // Those for the rest take every sequence, and add up a row in an order that only its own keys'
     // positions decide.
-    const bool one_kernel = facts.problem.batch_invariant && engine->role != kRest;
+    const bool one_kernel = p.batch_invariant && engine->role != kRest;
     const char* why = one_kernel ? kWhyOneKernel : engine->why_not(facts);
     if (why[0] == '\0' && engine->role == kMany) {
-      const ManyShape shape = WideWork(facts.problem);
+      const ManyShape shape = WideWork(p);
       why = WhyNotMany(facts, shape);
       if (why[0] == '\0') choice.many = shape;
     }
@@ -72,11 +78,8 @@ Choice ChooseEngines(const Facts& facts) {
     if (why_not == nullptr) why_not = why;
   }
   if (choice.engines[kFew] != nullptr) {
-    Problem p = facts.problem;
-    const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
-    const bool countable = AreFewStepsCountable(facts, true);
     const bool swap = choice.engines[kFew] == &kSwapEngine;
-    choice.all_few = longest <= MaxFewRows(p.group_size) && countable;
+    choice.all_few = few_rows;
     choice.few_chunks = swap && countable && !choice.all_few;
     p.few_q_tile_rows = !swap             ? kSplitQTileRows
                         : !choice.all_few ? kSwapQTileRows
