@@ -20,6 +20,13 @@ from flashxla.ops.messages import type_error, value_error
 from flashxla.ops.op import Aval, Call, Op
 from flashxla.ops.parameters import FLOATS, FP8, Parameter, Scalar
 
+try:
+    from torch._C._dynamo import guards as _guards
+
+    _guards._empty_strided_cpu((1,), (1,), torch.uint8)  # type: ignore[attr-defined]
+except Exception:  # not a public part of PyTorch
+    _guards = None  # type: ignore[assignment]
+
 _DTYPE_NAMES = {getattr(torch, name): name for name in (*FLOATS, *FP8, "uint8", "int32", "int64")}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
@@ -208,15 +215,17 @@ class Prepared:
         self.call = call
         self.updated = tuple(op.names.index(call.operands[i][0]) for i in call.updates)
         self.results = tuple(fields.index(field) for field, _ in call.results)
-        self._results = [(aval.shape, _DTYPES[aval.dtype]) for _, aval in call.results]
+        self._results = [_dense(aval.shape, _DTYPES[aval.dtype]) for _, aval in call.results]
         self._operands = tuple(op.names.index(name) for name, _ in call.operands)
-        self._workspace_bytes = native_calls.needs(call, platform, operands).workspace_bytes
+        workspace_bytes = native_calls.needs(call, platform, operands).workspace_bytes
+        self._workspace = _dense((workspace_bytes,), torch.uint8) if workspace_bytes else None
+        self._empty = _EMPTY[platform]
         library = native.library(platform)
         tensors = native_calls.tensors(call, operands)
         given = [field for _, field in call.operands] + [field for field, _ in call.results]
-        if self._workspace_bytes:
+        if workspace_bytes:
             (workspace,) = library.operation(op.native).of_kind("workspace")
-            tensors[workspace] = Spec(native_calls.WORKSPACE_DTYPE, (self._workspace_bytes,))
+            tensors[workspace] = Spec(native_calls.WORKSPACE_DTYPE, (workspace_bytes,))
             given.append(workspace)
         args = library.arguments(op.native, tensors, dict(call.attributes))
         context, self._context_of = _CONTEXTS[platform]
@@ -225,11 +234,11 @@ class Prepared:
     def run(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Run the call; returns the results that it computes. Raises ValueError."""
         first = values[0]
-        results = [first.new_empty(shape, dtype=dtype) for shape, dtype in self._results]
+        results = [self._empty(*result) for result in self._results]
         tensors = [*[values[i] for i in self._operands], *results]
-        if self._workspace_bytes:
+        if self._workspace:
             # Free again as soon as the call is made: who gets it next uses it after this, on the same stream.
-            tensors.append(first.new_empty((self._workspace_bytes,), dtype=torch.uint8))
+            tensors.append(self._empty(*self._workspace))
         addresses = [tensor.data_ptr() or native.SOME_ADDRESS for tensor in tensors]
         if problem := self._run(addresses, self._context_of(first)):
             raise ValueError(self.call.user_message(problem))
@@ -290,3 +299,27 @@ _CONTEXTS: dict[str, tuple[str, Callable[[torch.Tensor], int]]] = {
     "cpu": ("num_threads", _cpu_context),
     "cuda": ("stream", _cuda_context),
 }
+
+_Empty = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+
+
+def _empty_on(device: str) -> _Empty:
+    """A function of shape, strides and dtype: a tensor without contents on the current device of a type."""
+    # What inductor's programs call, too: torch.empty, through the dispatcher, takes twice as long or more.
+    short: _Empty | None = getattr(_guards, f"_empty_strided_{device}", None)
+    return short or functools.partial(_empty_strided, device)
+
+
+def _empty_strided(
+    device: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+# By platform.
+_EMPTY = {platform: _empty_on(platform) for platform in _CONTEXTS}
+
+
+def _dense(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """What a row-major tensor is made from."""
+    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype

@@ -236,6 +236,28 @@ def test_inside_vmap(frontend: TorchFrontend, taken: list[Any]) -> None:
     assert np.array_equal(frontend.array(seen[0]), expected)
 
 
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("public", [False, True])
+def test_results_are_like_those_of_torch_empty(
+    frontend: TorchFrontend, monkeypatch: pytest.MonkeyPatch, inference: bool, public: bool
+) -> None:
+    """However they are made: by a function that is not public, or without it."""
+    from flashxla import torch_calls
+
+    if public:
+        monkeypatch.setattr(torch_calls, "_guards", None)
+    torch, device = frontend.torch, frontend.device
+    empty = torch_calls._empty_on(device)
+    with torch.inference_mode(inference):
+        for shape in ((2, 3, 5), (2, 0, 3), (0,)):
+            got = empty(*torch_calls._dense(shape, torch.bfloat16))
+            like = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            assert (got.shape, got.dtype, got.device) == (like.shape, like.dtype, like.device)
+            assert got.stride() == like.stride() and got.is_inference() == like.is_inference() == inference
+            assert not got.requires_grad
+
+
 def test_nothing_is_kept_alive(frontend: TorchFrontend, taken: list[Any]) -> None:
     values = arguments(frontend, "write")
     for _ in range(2):
