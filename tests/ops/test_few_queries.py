@@ -120,6 +120,8 @@ SHARES = [
     (150, (2, 1), 400),  # blocks end in the middle of sequences
     (700, (1, 1), 150),  # and have several
     (40, (32, 8), 900),
+    (1, (32, 8), 6000),  # each multiprocessor has one block, with several steps of a sequence
+    (3, (28, 4), 5000),
     (3, (280, 140), 300),  # a block for each KV head
     (2, (600, 600), 200),  # more KV heads than blocks
 ]

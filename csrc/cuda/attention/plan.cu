@@ -111,16 +111,16 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
 // steps before sequence i. least: see LeastFewShare.
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
                             const int32_t* starts, int total, int least) {
-  const FewShare share(total, (total + p.num_few_blocks - 1) / p.num_few_blocks, least);
+  const FewShare share(total, (total + p.num_few_blocks - 1) / p.num_few_blocks, least,
+                       p.few_combines ? p.num_lone_blocks : 0);
   bool alike = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.index.num_sequences; i += NumThreads()) {
     const bool is_padding = starts[i] == total;
     alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
   }
-  return __syncthreads_and(alike)
-             ? share.Whole(sequences.Get(0).num_kv_tiles, p.few_combines, p.num_lone_blocks)
-             : share.equal;
+  return __syncthreads_and(alike) ? share.Whole(sequences.Get(0).num_kv_tiles, p.few_combines)
+                                  : share.equal;
 }
 
 // Divides the `total` steps of the sequences with few queries among the thread blocks. starts[i] is

@@ -211,31 +211,39 @@ __device__ inline float RoughRoot(float x) {
 }
 
 // The fewest steps that a thread block should get of a sequence, where one block combines what
-// several computed of a q tile: fewer steps are sooner done, but leave more to combine. On an H200
-// a step takes 57 times as long as combining a part of a row. Large q tiles take longer, and twice
-// as many warps combine them.
+// several computed of a q tile: fewer steps are sooner done, but leave more to combine. Each step
+// more takes as long as some parts more: about 4 of up to 16 rows, which are combined together; on
+// an H200 57 of a row if there are more. Large q tiles take longer, and twice as many warps combine
+// them.
 __device__ inline int LeastFewShare(const PlannedSequence& s, int group_size, int q_tile_rows) {
   if (s.role != kFew) return 0;
   const int64_t rows = int64_t{s.num_queries} * group_size;
   const float rows_of_tile = static_cast<float>(rows < q_tile_rows ? rows : q_tile_rows);
-  const float ratio = q_tile_rows > kSwapMidRows ? 200.f : 57.f;
-  return static_cast<int>(
-      RoughRoot(static_cast<float>(s.num_kv_tiles) * rows_of_tile * (1.f / ratio)));
+  const float parts = q_tile_rows > kSwapMidRows      ? rows_of_tile * (1.f / 200.f)
+                      : q_tile_rows > kSplitQTileRows ? rows_of_tile * (1.f / 57.f)
+                                                      : 0.26f;
+  return static_cast<int>(RoughRoot(static_cast<float>(s.num_kv_tiles) * parts));
 }
 
 // How many of the `total` steps of few queries a thread block gets: an equal share, but not fewer
-// than `least`; or some more where all sequences are alike, if then blocks have whole q tiles or q
-// tiles whole blocks. Whole q tiles need not be combined, and fewer blocks keep the memory busy,
-// too.
+// than `least`; or as many more as leave each block a multiprocessor of its own, if the steps are
+// few; or some more where all sequences are alike, if then blocks have whole q tiles or q tiles
+// whole blocks. Whole q tiles need not be combined, other q tiles have fewer parts, and fewer
+// blocks keep the memory busy, too.
 struct FewShare {
-  int total, equal;
+  int total, num_lone_blocks, equal;
 
-  __device__ FewShare(int all_steps, int equal_share, int least)
-      : total(all_steps), equal(max(max(equal_share, least), 1)) {}
+  // lone_blocks: as num_lone_blocks in PlanProblem; 0 for engines whose blocks do not combine.
+  __device__ FewShare(int all_steps, int equal_share, int least, int lone_blocks)
+      : total(all_steps), num_lone_blocks(lone_blocks), equal(max(max(equal_share, least), 1)) {
+    constexpr int kMostAlone = 16;  // with more steps two blocks hide more of each other's waiting
+    if (num_lone_blocks == 0) return;
+    const int alone = RoughQuotient(total + num_lone_blocks - 1, num_lone_blocks);
+    if (equal < alone && alone <= kMostAlone) equal = alone;
+  }
 
-  // If all q tiles have `tile` steps. combines: blocks combine what they share. num_lone_blocks: as
-  // in PlanProblem.
-  __device__ int Whole(int tile, bool combines, int num_lone_blocks) const {
+  // If all q tiles have `tile` steps. combines: blocks combine what they share.
+  __device__ int Whole(int tile, bool combines) const {
     auto multiple = [&](int of) { return RoughQuotient(equal + of - 1, of) * of; };
     // Combining takes as long as some steps. Where two blocks share a multiprocessor and others
     // have one alone, these are done before.

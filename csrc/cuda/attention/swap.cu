@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     shared.InitBarriers();
   }
   __syncthreads();
-  PrefetchInputs(w.p);
+  PrefetchInputs(w.p, workspace, kv_head);
   if (!w.p.few_follows) WaitForPrevious();
   SequenceList sequences = w.p.plan.sequences;
   FewBlock block;

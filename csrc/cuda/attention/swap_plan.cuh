@@ -11,8 +11,16 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// Asks for what the kernel reads first. This may come before WaitForPrevious().
-__device__ inline void PrefetchInputs(const Problem& p) {
+// Asks for what the kernel accesses first, partial results included: where other kernels ran since
+// the last call, the first access to a page of memory takes long. This may come before
+// WaitForPrevious().
+__device__ inline void PrefetchInputs(const Problem& p, const SplitWorkspace& workspace,
+                                      int kv_head) {
+  const int block = blockIdx.y;
+  if (threadIdx.x == 0) PrefetchL2(workspace.flag(kv_head, block, false));
+  if (threadIdx.x == 1) PrefetchL2(workspace.partial(kv_head, block, false));
+  if (threadIdx.x == 2) PrefetchL2(p.out.data);
+  if (threadIdx.x == 3 && !p.makes_plan) PrefetchL2(&p.plan.few_blocks[block]);
   constexpr int kEntries = 128 / sizeof(int32_t);  // of a line
   const IndexTensors& index = p.index;
   const int first = threadIdx.x * kEntries;
@@ -61,9 +69,10 @@ __device__ FewBlock MakeOwnPlan(const SwapProblem& w, const SwapShared<S>& share
   if (lane < kWarps) all = shared.totals()[lane];
   all = all.OfWarp();
   const int total = all.steps;
-  const FewShare shares(total, w.num_blocks.Quotient(total + p.num_few_blocks - 1), all.least);
+  const FewShare shares(total, w.num_blocks.Quotient(total + p.num_few_blocks - 1), all.least,
+                        w.num_lone_blocks);
   const int share = all.most_steps == all.fewest_steps
-                        ? shares.Whole(sequences[0].num_kv_tiles, true, w.num_lone_blocks)
+                        ? shares.Whole(sequences[0].num_kv_tiles, true)
                         : shares.equal;
   const int first = block * share;
   if (first >= total) return {};
