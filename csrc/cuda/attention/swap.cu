@@ -34,7 +34,7 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
       WaitBarrier(shared.values_full(stage), parity);
       ZeroValues(shared, stage);
     };
-    idle ? await_values() : tile.Step(w.p, stage, key, await_values);
+    idle ? await_values() : tile.Step(w.p, stage, key, at.step == segment, await_values);
     Release(shared.empty(stage));
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }

@@ -97,9 +97,9 @@ struct SwapShape {
   using Rows = SwapRows<kGroupRows>;
   static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
   static constexpr int kMaxStages = 6;
-  // Three barriers and a mask for each stage.
+  // Three barriers and two masks for each stage.
   static constexpr int kFixedBytes =
-      kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 4 * 8 * kMaxStages +
+      kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 5 * 8 * kMaxStages +
       kMaxOwnSequences * int{sizeof(PlannedSequence)} + kThreads / 32 * int{sizeof(OwnTotals)};
   static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
   static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
@@ -133,9 +133,12 @@ struct SwapShared {
   __device__ uint64_t& mask(int i) const {
     return reinterpret_cast<uint64_t*>(&rows(S::kGroups))[i];
   }
+  // Which do not, though their boxes are there.
+  __device__ uint64_t& stale(int i) const { return (&mask(S::kStages))[i]; }
   // Keys and values come one after the other: the scores need not wait for the values.
   __device__ uint32_t keys_full(int i) const {
-    return weights(S::kGroups) + S::kGroups * int{sizeof(typename S::Rows)} + 8 * (S::kStages + i);
+    return weights(S::kGroups) + S::kGroups * int{sizeof(typename S::Rows)} +
+           8 * (2 * S::kStages + i);
   }
   __device__ uint32_t values_full(int i) const { return keys_full(S::kStages + i); }
   __device__ uint32_t empty(int i) const { return values_full(S::kStages + i); }
@@ -187,24 +190,26 @@ struct SwapBoxes {
   }
 
   // A box that is not there lies outside the cache from now on, and so becomes zeros. Returns the
-  // lanes of those that only an unsound entry of the block table keeps away. All lanes must call
-  // it.
+  // lanes of these. All lanes must call it.
   __device__ unsigned Resolve(const SwapProblem& w) {
     const bool there = inside && IsSound(w.p.block_table, block);
-    const unsigned unsound = __ballot_sync(kAllLanes, inside && !there);
     if (!there) block = w.p.block_table.num_blocks, token = 0;
-    return unsound;
+    return __ballot_sync(kAllLanes, !there);
   }
 
-  // Which keys of a step are there. unsound: its boxes that are not.
-  __device__ uint64_t MaskOf(const SwapProblem& w, int step, unsigned unsound) const {
+  // Which keys of a step exist, or would if their boxes were there.
+  __device__ uint64_t MaskOf(int step) const {
     const int key = first_key + step * kFewKvTileKeys;
     const int low = max(first - key, 0), high = min(end - key, kFewKvTileKeys);
-    uint64_t mask = low < high ? ~uint64_t{0} >> (64 - (high - low)) << low : 0;
-    for (; unsound != 0; unsound &= unsound - 1) {
-      mask &= ~(~uint64_t{0} >> (64 - w.box_keys) << (__ffs(unsound) - 1) * w.box_keys);
+    return low < high ? ~uint64_t{0} >> (64 - (high - low)) << low : 0;
+  }
+  // The keys of some of a step's boxes.
+  __device__ static uint64_t KeysOf(const SwapProblem& w, unsigned boxes) {
+    uint64_t keys = 0;
+    for (; boxes != 0; boxes &= boxes - 1) {
+      keys |= ~uint64_t{0} >> (64 - w.box_keys) << (__ffs(boxes) - 1) * w.box_keys;
     }
-    return mask;
+    return keys;
   }
 };
 
@@ -229,14 +234,15 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
     SwapBoxes now = next;
     more = at.step < at.end;
     if (more) next = find();
-    const unsigned unsound = now.Resolve(w);
+    const unsigned absent = now.Resolve(w);
 #pragma unroll 1
     for (int step = 0; step < now.steps; ++step) {
       const int first_box = step * boxes, box = lane - first_box;
       WaitBarrier(shared.empty(stage), parity);
       if (lane == 0) {
-        const unsigned unsound_here = unsound >> first_box & (1u << boxes) - 1;
-        shared.mask(stage) = now.MaskOf(w, step, unsound_here);
+        const uint64_t gone = SwapBoxes::KeysOf(w, absent >> first_box & (1u << boxes) - 1);
+        const uint64_t mask = now.MaskOf(step) & ~gone;
+        shared.mask(stage) = mask, shared.stale(stage) = ~(mask | gone);
         ArriveExpecting(shared.keys_full(stage), S::kHalfBytes);
         ArriveExpecting(shared.values_full(stage), S::kHalfBytes);
       }

@@ -59,18 +59,22 @@ __device__ inline uint64_t After(uint64_t descriptor, int bytes) {
   return descriptor >> 32 << 32 | low;
 }
 
-// Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0. All
-// consumer warps must call it.
+// Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0. Those
+// of boxes that are not there are 0 already. All consumer warps must call it.
 template <typename S>
 __device__ void ZeroValues(const SwapShared<S>& shared, int stage) {
-  const uint64_t mask = shared.mask(stage);
-  if (mask == ~uint64_t{0}) return;
-  char* values = shared.stage_data(stage) + S::kHalfBytes;
-  constexpr int kChunks = S::kRowBytes / 16, kVectors = S::kBlocks * kFewKvTileKeys * kChunks;
+  const uint64_t stale = shared.stale(stage);
+  if (stale == 0) return;
+  constexpr int kChunks = S::kRowBytes / 16, kVectors = S::kBlocks * kChunks;  // of a key
+  const int vector = threadIdx.x % kVectors, end = 64 - __clzll(static_cast<int64_t>(stale));
+  char* to = shared.stage_data(stage) + S::kHalfBytes + vector / kChunks * S::kBlockBytes +
+             vector % kChunks * 16;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kVectors; i += S::kConsumerThreads) {
-    if ((mask >> (i / kChunks % kFewKvTileKeys)) & 1) continue;
-    reinterpret_cast<uint4*>(values)[i] = make_uint4(0, 0, 0, 0);
+  for (int key = __ffsll(static_cast<int64_t>(stale)) - 1 + threadIdx.x / kVectors; key < end;
+       key += S::kConsumerThreads / kVectors) {
+    if (stale >> key & 1) {
+      *reinterpret_cast<uint4*>(to + key * S::kRowBytes) = make_uint4(0, 0, 0, 0);
+    }
   }
   FenceProxy();
   SyncNamed(kSwapConsumers, S::kConsumerThreads);
@@ -127,12 +131,19 @@ struct SwapTile {
     end_all = p.Visible(s, p.by_group_size.Quotient(first_row)).end;
     if (thread() < kRows) {
       const int i = thread(), row = first_row + i;
-      const int query = p.by_group_size.Quotient(row);
-      const int head = kv_head * p.group_size + row - query * p.group_size;
       const bool exists = row < num_rows;
-      rows.keys[i] = exists ? p.Visible(s, query) : KeyRange{0, 0};
-      rows.slope[i] = exists ? p.alibi_slopes.at(at.index, head, 0.f) : 0.f;
-      rows.diagonal[i] = int64_t{query} + s.length - s.num_queries;
+      rows.keys[i] = KeyRange{0, 0};
+      if (exists && s.num_queries == 1) {
+        rows.keys[i] = {begin_all, end_all};  // the other warps wait for this one
+      } else if (exists) {
+        rows.keys[i] = p.Visible(s, p.by_group_size.Quotient(row));
+      }
+      if (!plain) {
+        const int query = p.by_group_size.Quotient(row);
+        const int head = kv_head * p.group_size + row - query * p.group_size;
+        rows.slope[i] = exists ? p.alibi_slopes.at(at.index, head, 0.f) : 0.f;
+        rows.diagonal[i] = int64_t{query} + s.length - s.num_queries;
+      }
     }
     WaitCopies<0>();
     FenceProxy();
@@ -147,10 +158,11 @@ struct SwapTile {
     }
   }
 
-  // Takes the step of 64 keys from `first` on, which are in `stage`. await_values() is called once,
-  // before the values are used.
+  // Takes the step of 64 keys from `first` on, which are in `stage`. is_first: of this thread
+  // block's steps of the q tile. await_values() is called once, before the values are used.
   template <typename Await>
-  __device__ void Step(const Problem& p, int stage, int first, Await&& await_values) {
+  __device__ void Step(const Problem& p, int stage, int first, bool is_first,
+                       Await&& await_values) {
     const uint64_t mask = shared.mask(stage);
     const uint32_t keys = shared.stage(stage), values = keys + S::kHalfBytes;
     const uint64_t weights = MatrixDescriptor(shared.weights(group), 0);
@@ -191,7 +203,7 @@ struct SwapTile {
     }
     WaitMatrix<0>();
     Pin(score);
-    Weigh(p, score, first, mask);
+    Weigh(p, score, first, is_first, mask);
     StoreWeights(score);
     if constexpr (!kWidenEarly) await_values(), widen_values();
     FenceProxy();
@@ -236,10 +248,13 @@ struct SwapTile {
     const Problem& p = w.p;
     const int num_rows = RowsOf(p, at);
     if (thread() < num_rows) {
-      const int2 place = PlaceOf(w, at, kv_head, thread());
-      const RowEnd end = {rows.row_max[thread()], SumOf(thread()), p.Sink(place.y)};
+      RowEnd end = {rows.row_max[thread()], SumOf(thread()), -INFINITY};
+      if (p.sinks != nullptr || p.lse != nullptr) {  // most often neither
+        const int2 place = PlaceOf(w, at, kv_head, thread());
+        end.sink = p.Sink(place.y);
+        p.StoreLse(place.x, place.y, end);
+      }
       rows.factor[thread()] = end.Factor() * p.ValueScale(at.index, kv_head);
-      p.StoreLse(place.x, place.y, end);
     }
     SyncGroup();
     using Out = typename S::Out;
@@ -485,7 +500,8 @@ struct SwapTile {
   }
 
   // Turns dot products into weights, i.e. 2^(score - base), and adds these to the sums.
-  __device__ void Weigh(const Problem& p, float (&score)[kRows / 2], int first, uint64_t mask) {
+  __device__ void Weigh(const Problem& p, float (&score)[kRows / 2], int first, bool is_first,
+                        uint64_t mask) {
     const bool masked =
         mask != ~uint64_t{0} || first < begin_all || first + kFewKvTileKeys > end_all;
     const int key_row = warp * 16 + (S::kFp8 ? SwapKey(lane / 4) : lane / 4);
@@ -506,7 +522,8 @@ struct SwapTile {
     bool exceeds = false;
 #pragma unroll
     for (int e = 0; e < kRows / 2; ++e) exceeds |= score[e] > limit[OwnOf(e)];
-    if (__builtin_expect(AnyOfWarpgroup(group, exceeds), false)) RaiseBases(score);
+    // At first all do.
+    if (is_first || __builtin_expect(AnyOfWarpgroup(group, exceeds), false)) RaiseBases(score);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const float base = BaseOf(i);
