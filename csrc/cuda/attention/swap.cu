@@ -202,8 +202,8 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
   w.out_vectors = p.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
-  if (!MapCache(p, p.k, columns, w.box_keys, &w.k) ||
-      !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
+  if (!MapCache(p, p.k, columns, w.box_keys, true, &w.k) ||
+      !MapCache(p, p.v, columns, w.box_keys, true, &w.v)) {
     return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of k or v");
   }
   WithShape(p, [&](auto shape) {

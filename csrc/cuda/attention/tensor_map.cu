@@ -38,7 +38,8 @@ Encode GetEncode() {
 
 // The innermost dimension first; strides in elements.
 bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* sizes,
-                   const int64_t* strides, const int* box, CUtensorMap* map) {
+                   const int64_t* strides, const int* box, CUtensorMapL2promotion promotion,
+                   CUtensorMap* map) {
   constexpr int kMaxRank = 4;
   cuuint64_t size[kMaxRank], stride[kMaxRank];
   cuuint32_t box_size[kMaxRank], element_stride[kMaxRank];
@@ -56,8 +57,7 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
   return GetEncode() != nullptr &&
          GetEncode()(map, type, rank, const_cast<void*>(data), size, stride, box_size,
                      element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                     promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -99,7 +99,8 @@ bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_he
   const int64_t sizes[3] = {head_size, num_heads, num_tokens};
   const int64_t strides[3] = {1, rows.stride_head, rows.stride_token};
   const int box[3] = {box_columns, box_heads, box_tokens};
-  return MakeTensorMap(rows.data, dtype, 3, sizes, strides, box, map);
+  return MakeTensorMap(rows.data, dtype, 3, sizes, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                       map);
 }
 
 bool MapQueries(const Problem& p, int box_columns, int box_heads, int box_tokens,
@@ -108,12 +109,19 @@ bool MapQueries(const Problem& p, int box_columns, int box_heads, int box_tokens
                  box_tokens, map);
 }
 
-bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map) {
+bool MapCache(const Problem& p, const Cache& c, int columns, int keys, bool once,
+              CUtensorMap* map) {
   const int64_t sizes[4] = {p.head_size, p.num_kv_heads, p.block_table.block_size,
                             p.block_table.num_blocks};
   const int64_t strides[4] = {1, c.stride_head, c.stride_token, c.stride_block};
   const int box[4] = {columns, 1, keys, 1};
-  return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box, map);
+  // What L2 brings from memory at a time. Of keys that are read once it is at most a row: a part of
+  // the next row may be lost before it is wanted.
+  const bool long_rows = p.head_size * ElementSize(p.kv_dtype) % 256 == 0;
+  const CUtensorMapL2promotion promotion = !once       ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                           : long_rows ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                                       : CU_TENSOR_MAP_L2_PROMOTION_NONE;
+  return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box, promotion, map);
 }
 
 }  // namespace flashxla::attention

@@ -36,8 +36,8 @@ bool MapRows(const Rows& rows, int64_t dtype, int64_t num_tokens, int64_t num_he
 bool MapQueries(const Problem& p, int box_columns, int box_heads, int box_tokens, CUtensorMap* map);
 
 // Keys or values by (dim, head, token in block, block), in boxes of `columns` dims and `keys`
-// tokens.
-bool MapCache(const Problem& p, const Cache& c, int columns, int keys, CUtensorMap* map);
+// tokens. once: each key is read by one thread block.
+bool MapCache(const Problem& p, const Cache& c, int columns, int keys, bool once, CUtensorMap* map);
 
 }  // namespace flashxla::attention
 

@@ -172,8 +172,8 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
-      !MapCache(p, p.k, columns, w.box_keys, &w.k) ||
-      !MapCache(p, p.v, columns, w.box_keys, &w.v)) {
+      !MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||
+      !MapCache(p, p.v, columns, w.box_keys, false, &w.v)) {
     return false;
   }
   w.partials = static_cast<float4*>(workspace);
