@@ -246,6 +246,11 @@ def caches_of(arguments: Arguments) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
+def spoil(rng: np.random.Generator, table: Array, bad: Array, blocks: int) -> None:
+    """Put pages that a cache of `blocks` does not have into the `bad` entries of a block table."""
+    table[bad] = rng.choice([-1, -(2**31), 2**31 - 1, blocks, blocks + 1, 2**30], bad.sum())
+
+
 def without_poison(rng: np.random.Generator, arguments: Arguments) -> Arguments:
     """Numbers in place of NaN: a call with other index tensors may see what is poison in this one."""
 

@@ -307,13 +307,9 @@ def _empty_on(device: str) -> _Empty:
     """A function of shape, strides and dtype: a tensor without contents on the current device of a type."""
     # What inductor's programs call, too: torch.empty, through the dispatcher, takes twice as long or more.
     short: _Empty | None = getattr(_guards, f"_empty_strided_{device}", None)
-    return short or functools.partial(_empty_strided, device)
-
-
-def _empty_strided(
-    device: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return short or (
+        lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    )
 
 
 # By platform.

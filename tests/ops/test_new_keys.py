@@ -18,13 +18,12 @@ from tests.batches import (
     caches_of,
     normal,
     positions,
-    qkvpacked,
     ragged_paged_attention_arguments,
+    spoil,
     without_poison,
 )
-from tests.checks import assert_same_bits
 from tests.frontends import Frontend
-from tests.ops.test_ragged_paged_attention import assert_caches, check
+from tests.ops.test_ragged_paged_attention import check, check_packed
 
 DECODE = ((1, 700), (1, 1), (1, 64), (1, 65), (0, 9), (1, 0), (1, 3000))
 SPECULATION = ((4, 700), (8, 8), (3, 130), (1, 64), (8, 65), (0, 9), (5, 3), (7, 1500))
@@ -65,14 +64,7 @@ def test_case(frontend: Frontend, rng: np.random.Generator, case: Case, slots: s
 
 @pytest.mark.parametrize("slots", [None, "i32"])
 def test_packed(frontend: Frontend, rng: np.random.Generator, slots: str | None) -> None:
-    """Queries, keys and values with the strides of one tensor."""
-    arguments = arguments_of(rng, of(lens=SPECULATION, pad_tokens=2), slots)
-    packed = qkvpacked(arguments)
-    assert packed is not None
-    out, _, cache = frontend.ragged_paged_attention_qkvpacked(**packed)
-    apart, _, cache_apart = frontend.ragged_paged_attention(**arguments)
-    assert_same_bits(out, apart, "out")
-    assert_caches(cache, cache_apart)
+    check_packed(frontend, arguments_of(rng, of(lens=SPECULATION, pad_tokens=2), slots))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -87,14 +79,8 @@ def test_shared_pages(
     arguments = without_poison(rng, arguments_of(rng, case, slots))
     table = arguments["block_tables"]
     written = [block for _, block, _ in positions(case, arguments)]
-    own = {
-        s: {(len_k - q - 1) // page for q in range(min(len_q, len_k))}
-        for s, (len_q, len_k) in enumerate(lens)
-    }
-    for s, (_, len_k) in enumerate(lens):
-        for column in range(-(-len_k // page)):
-            if column not in own[s] and rng.random() < 0.5:
-                table[s, column] = rng.choice(written)
+    shared = ~np.isin(table, written) & (rng.random(table.shape) < 0.5)
+    table[shared] = rng.choice(written, shared.sum())
     check(frontend, arguments)
 
 
@@ -118,7 +104,6 @@ def test_unsound_tables(frontend: Frontend, rng: np.random.Generator, seed: int)
     """A page that does not exist gets no key, and its keys are skipped."""
     case = of(lens=SPECULATION, heads=(4, 2))
     arguments = without_poison(rng, arguments_of(rng, case, None))
-    table, blocks = arguments["block_tables"], len(caches_of(arguments)[0])
-    bad = rng.random(table.shape) < 0.3
-    table[bad] = rng.choice([-1, -(2**31), 2**31 - 1, blocks, blocks + 1, 2**30], bad.sum())
+    table = arguments["block_tables"]
+    spoil(rng, table, rng.random(table.shape) < 0.3, blocks=len(caches_of(arguments)[0]))
     check(frontend, arguments)

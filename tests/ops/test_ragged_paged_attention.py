@@ -68,12 +68,28 @@ def assert_caches(actual: Any, expected: Any) -> None:
         assert_same_bits(got, wanted, f"tensor {number} of kv_cache")
 
 
-def check(frontend: Frontend, arguments: Arguments) -> None:
-    out, lse, cache = frontend.ragged_paged_attention(**arguments)
+def assert_right(frontend: Frontend, arguments: Arguments, out: Any, lse: Any, cache: Any) -> None:
     expected_out, expected_lse, expected_cache = reference.ragged_paged_attention(**arguments)
     assert_caches(cache, expected_cache)
     rounding = rounding_of_weights(frontend, "ragged_paged_attention", arguments)
     assert_attention(out, lse, (expected_out, expected_lse), arguments["query"].dtype, rounding)
+
+
+def check(frontend: Frontend, arguments: Arguments) -> None:
+    assert_right(frontend, arguments, *frontend.ragged_paged_attention(**arguments))
+
+
+def check_packed(frontend: Frontend, arguments: Arguments) -> None:
+    """Queries, keys and values in one tensor, against the reference and, to the bit, the call with three."""
+    packed = qkvpacked(arguments)
+    assert packed is not None
+    out, lse, cache = frontend.ragged_paged_attention_qkvpacked(**packed)
+    apart, lse_apart, cache_apart = frontend.ragged_paged_attention(**arguments)
+    assert_same_bits(out, apart, "out")
+    if lse is not None and lse_apart is not None:
+        assert_same_bits(lse, lse_apart, "lse")
+    assert_caches(cache, cache_apart)
+    assert_right(frontend, arguments, out, lse, cache)
 
 
 @pytest.mark.parametrize(("case", "new", "slots"), CASES, ids=str)
@@ -86,21 +102,8 @@ PACKED = [(case, slots) for case, _, slots in CASES if case.v_dim in (None, case
 
 @pytest.mark.parametrize(("case", "slots"), PACKED, ids=str)
 def test_packed(frontend: Frontend, rng: np.random.Generator, case: Case, slots: str | None) -> None:
-    """Queries, keys and values in one tensor, against the reference and, to the bit, the call with three."""
     new = "same" if case.cache == "same" else case.dtype
-    arguments = ragged_paged_attention_arguments(rng, case, new, slots)
-    packed = qkvpacked(arguments)
-    assert packed is not None
-    out, lse, cache = frontend.ragged_paged_attention_qkvpacked(**packed)
-    apart, lse_apart, cache_apart = frontend.ragged_paged_attention(**arguments)
-    assert_same_bits(out, apart, "out")
-    if lse is not None and lse_apart is not None:
-        assert_same_bits(lse, lse_apart, "lse")
-    assert_caches(cache, cache_apart)
-    expected_out, expected_lse, expected_cache = reference.ragged_paged_attention(**arguments)
-    assert_caches(cache, expected_cache)
-    rounding = rounding_of_weights(frontend, "ragged_paged_attention", arguments)
-    assert_attention(out, lse, (expected_out, expected_lse), arguments["query"].dtype, rounding)
+    check_packed(frontend, ragged_paged_attention_arguments(rng, case, new, slots))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
