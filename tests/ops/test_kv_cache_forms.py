@@ -36,7 +36,10 @@ def flat(results: tuple[Any, ...]) -> list[np.ndarray]:
 
 
 def turn(x: np.ndarray, angles: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
-    """Rotary embedding as a product of complex numbers. x: [S, H, D]; angles: [positions, R / 2]; positions: [S]."""
+    """Rotary embedding as a product of complex numbers, rounded once to x's dtype.
+
+    x: [S, H, D]; angles: [positions, R / 2]; positions: [S].
+    """
     half = angles.shape[1]
     out = x.astype(np.float64)
     first, second = slice(half), slice(half, 2 * half)
@@ -44,7 +47,7 @@ def turn(x: np.ndarray, angles: np.ndarray, positions: np.ndarray, interleaved: 
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     turned = (out[..., first] + 1j * out[..., second]) * np.exp(1j * angles[positions])[:, None]
     out[..., first], out[..., second] = turned.real, turned.imag
-    return out
+    return out.astype(x.dtype).astype(np.float64)
 
 
 def expected_of(
@@ -57,13 +60,13 @@ def expected_of(
         held = given.get("cache_seqlens", caches[0].shape[1])
         held = int(held if np.ndim(held) == 0 else held[b])
         leftpad = int(given["cache_leftpad"][b]) if "cache_leftpad" in given else 0
-        query, new = given["q"][b].astype(np.float64), 0
+        query, new = given["q"][b], 0
         table, size = [given["cache_batch_idx"][b] if "cache_batch_idx" in given else b], caches[0].shape[1]
         if "block_table" in given:
             table = given["block_table"][b]
         places = [(page, i) for page in table for i in range(size)]
         if "k" in given:
-            parts = [given["k"][b].astype(np.float64), given["v"][b].astype(np.float64)]
+            parts = [given["k"][b], given["v"][b]]
             new = len(parts[0])
             if angles is not None:
                 positions = np.arange(held, held + max(new, len(query)))  # padding counts
