@@ -152,11 +152,12 @@ class Library:
         raise (MemoryError if status == _OUT_OF_MEMORY else RuntimeError)(f"flashxla: {message}")
 
     def bound(
-        self, operation: str, args: ctypes.Structure, tensors: Sequence[str], context: str
+        self, operation: str, args: ctypes.Structure, tensors: Sequence[str], context: str, **fixed: int
     ) -> Callable[[Iterable[int], int], str | None]:
         """An operation with arguments that stay, but for the addresses of `tensors` and a field of flashxla_context.
 
-        Returns a function of these addresses, in order, and that field; as `run`. Much faster than `run`.
+        fixed: other fields of flashxla_context. Returns a function of these addresses, in order, and that field; as
+        `run`. Much faster than `run`.
         """
         places = [
             _word(getattr(type(args), name).offset + self.records.tensor.data.offset) for name in tensors
@@ -170,7 +171,7 @@ class Library:
                 records = free.pop()
             except IndexError:
                 own = type(args).from_buffer_copy(args)
-                own_context = self.records.context(check_indices=self.check_indices)
+                own_context = self.records.context(check_indices=self.check_indices, **fixed)
                 records = (own, own_context, _words(own), _words(own_context))
             own, own_context, words, context_words = records
             for i, address in zip(places, addresses, strict=True):
@@ -204,6 +205,15 @@ class Library:
         if name is None:
             raise ValueError(self._cdll.flashxla_last_error().decode())
         return name.decode()
+
+    def on_openmp(self, gomp_parallel: int) -> dict[str, int]:
+        """Fields of flashxla_context for the threads of an OpenMP runtime; only of the cpu library.
+
+        gomp_parallel: the address of the runtime's function of this name.
+        """
+        loop = ctypes.cast(self._cdll.flashxla_openmp_parallel_for, ctypes.c_void_p).value
+        assert loop is not None
+        return {"parallel_for": loop, "pool": gomp_parallel}
 
     @functools.cached_property
     def ffi_targets(self) -> dict[str, int]:

@@ -6,8 +6,10 @@ that a call that repeats costs little more than its kernel.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -60,6 +62,13 @@ def signature(op: Op, values: Values) -> Signature:
             for v, is_tensor in zip(values, op.is_tensor, strict=True)
         ]
     )
+
+
+def getter(positions: Sequence[int]) -> Callable[[Values], tuple[Any, ...]]:
+    """A function that picks those of a call's arguments."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: tuple(values[i] for i in positions)
 
 
 def tensor_metas(op: Op, signature: Signature) -> dict[str, TensorMeta | None]:
@@ -216,7 +225,7 @@ class Prepared:
         self.updated = tuple(op.names.index(call.operands[i][0]) for i in call.updates)
         self.results = tuple(fields.index(field) for field, _ in call.results)
         self._results = [_dense(aval.shape, _DTYPES[aval.dtype]) for _, aval in call.results]
-        self._operands = tuple(op.names.index(name) for name, _ in call.operands)
+        self._operands = getter([op.names.index(name) for name, _ in call.operands])
         workspace_bytes = native_calls.needs(call, platform, operands).workspace_bytes
         self._workspace = _dense((workspace_bytes,), torch.uint8) if workspace_bytes else None
         self._empty = _EMPTY[platform]
@@ -229,13 +238,14 @@ class Prepared:
             given.append(workspace)
         args = library.arguments(op.native, tensors, dict(call.attributes))
         context, self._context_of = _CONTEXTS[platform]
-        self._run = library.bound(op.native, args, given, context)
+        fixed = _cpu_threads() if platform == "cpu" else {}
+        self._run = library.bound(op.native, args, given, context, **fixed)
 
-    def run(self, values: Sequence[Any]) -> list[torch.Tensor]:
+    def run(self, values: Values) -> list[torch.Tensor]:
         """Run the call; returns the results that it computes. Raises ValueError."""
         first = values[0]
         results = [self._empty(*result) for result in self._results]
-        tensors = [*[values[i] for i in self._operands], *results]
+        tensors = [*self._operands(values), *results]
         if self._workspace:
             # Free again as soon as the call is made: who gets it next uses it after this, on the same stream.
             tensors.append(self._empty(*self._workspace))
@@ -287,6 +297,23 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _cpu_context(_: torch.Tensor) -> int:
     return torch.get_num_threads()
+
+
+@functools.cache
+def _cpu_threads() -> dict[str, int]:
+    """The fields of flashxla_context that stay, on a CPU: the threads are those of PyTorch's own operations.
+
+    Theirs keep their processors busy for a while after each operation, so others would have to share these with them.
+    """
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return {}
+    try:
+        # As PyTorch finds it: the first one in the process.
+        gomp_parallel = ctypes.CDLL(None).GOMP_parallel
+    except AttributeError:
+        return {}
+    address = ctypes.cast(gomp_parallel, ctypes.c_void_p).value
+    return native.library("cpu").on_openmp(address) if address else {}
 
 
 def _cuda_context(tensor: torch.Tensor) -> int:

@@ -8,8 +8,7 @@ once. The long way (flashxla.torch_library) stays for every call that is new or 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,8 +132,8 @@ class _Repeat:
         # be given for the same two arguments again.
         first = {id(values[i]): i for i in reversed(given)}
         self._same = [(first[id(values[i])], i) for i in given if first[id(values[i])] != i]
-        self._tensors = _getter(sorted(first.values()))
-        self._others = _getter([i for i in range(len(values)) if i not in given])
+        self._tensors = torch_calls.getter(sorted(first.values()))
+        self._others = torch_calls.getter([i for i in range(len(values)) if i not in given])
         self._others_then = self._others(values)
         self._types = [*map(type, values)]  # 1 is equal to True and to 1.0, and not the same argument
         tensors = self._tensors(values)
@@ -150,7 +149,7 @@ class _Repeat:
         return (
             [*map(type, values)] == self._types
             and self._others(values) == self._others_then
-            and all([values[i] is values[j] for i, j in self._same])
+            and not (self._same and any([values[i] is not values[j] for i, j in self._same]))
             and self._guards.check(*self._tensors(values))
             and not (self._only_without_gradients and torch.is_grad_enabled())
             # Kernels are launched on the current device.
@@ -163,10 +162,3 @@ class _Repeat:
         if self._counted:
             torch._C._increment_version([values[i] for i in self._counted])
         return results[0] if len(results) == 1 else tuple(results) or None
-
-
-def _getter(positions: Sequence[int]) -> Callable[[Values], tuple[Any, ...]]:
-    """A function that picks those of a call's arguments."""
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda values: tuple(values[i] for i in positions)

@@ -118,6 +118,12 @@ FLASHXLA_EXPORT int64_t flashxla_check_indices(void);
 // process.
 FLASHXLA_EXPORT const char* flashxla_cpu_instruction_set(void);
 
+// cpu: a flashxla_parallel_for on the threads of an OpenMP runtime. pool: its function
+// GOMP_parallel, which the runtimes of GCC, LLVM and Intel have. The team is the one that the
+// calling thread's other loops have, so num_threads should be omp_get_max_threads().
+FLASHXLA_EXPORT void flashxla_openmp_parallel_for(void* pool, int64_t n,
+                                                  void (*body)(void* arg, int64_t i), void* arg);
+
 #ifdef __cplusplus
 }
 #endif

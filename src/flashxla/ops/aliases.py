@@ -22,7 +22,7 @@ def with_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
-        used = {aliases[other]: other for other in kwargs if other in aliases}
+        used = {ours: other for other, ours in aliases.items() if other in kwargs}
         if not used:
             return function(*args, **kwargs)
         for ours, other in used.items():
