@@ -127,10 +127,10 @@ class FewRowsAttention {
     return false;
   }
 
-  // Prefetches kBytes of a row that is needed soon.
-  template <int kBytes>
-  static void Prefetch(const char* row) {
-    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(row + i);
+  // Asks for a part of a row that is needed soon. Only the L2 cache can wait for enough of them at
+  // a time to keep memory busy.
+  static void Prefetch(const char* row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
   }
 
   // The first row of a KV head in the scratch memory.
@@ -196,8 +196,7 @@ class FewRowsAttention {
       constexpr int kRows = decltype(group)::kRows;
       for (int64_t key = begin; key < end; key += kWidth / kRows) {
         for (int i = 0; row == row_begin && i < kWidth / kRows; ++i) {
-          const char* upcoming = upcoming_->key[Min(key + i, upcoming_->size - 1)];
-          for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(upcoming + byte);
+          Prefetch(upcoming_->key[Min(key + i, upcoming_->size - 1)], row_bytes_);
         }
         Score<kRows>(list, row, key, end);
       }
@@ -328,8 +327,8 @@ class FewRowsAttention {
     const int64_t last = values_.OffsetOf(vector + kVectors - 1);
     for (int64_t key = begin; key < end; ++key) {
       const Bits* p = reinterpret_cast<const Bits*>(list.value[key]);
-      Prefetch<kVectors * kWidth * sizeof(Bits)>(upcoming_->value[Min(key, upcoming_->size - 1)] +
-                                                 vector * kWidth * sizeof(Bits));
+      Prefetch(upcoming_->value[Min(key, upcoming_->size - 1)] + vector * kWidth * sizeof(Bits),
+               kVectors * kWidth * sizeof(Bits));
       Float value[kVectors];
       for (int v = 0; v < kVectors - 1; ++v) value[v] = LoadAs<Format>(p + (vector + v) * kWidth);
       value[kVectors - 1] = LoadAs<Format>(p + last);
