@@ -59,6 +59,8 @@ PREFILL = {
     "cpu": (
         AttentionCase("1 x 2048", prompts(2048)),
         AttentionCase("4 x 512", prompts(*[512] * 4)),
+        AttentionCase("1 x 64", prompts(64)),
+        AttentionCase("32 x 32", prompts(*[32] * 32)),
         AttentionCase("1 x 2048, pages of 16", prompts(2048), page=16),
         AttentionCase("1 x 2048, 32 heads on 8", prompts(2048), heads=(32, 8)),
         AttentionCase("ragged, 8 of 64 to 2048", RAGGED),
@@ -100,6 +102,8 @@ _SKEWED = _batch(4096, 1500, 900, 512, 300, 200, 130, 64)
 DECODE = {
     "cpu": (
         AttentionCase("8 x 4096", _EVEN),
+        AttentionCase("1 x 256, pages of 16", _batch(256), page=16),
+        AttentionCase("64 x 128, pages of 16", _batch(*[128] * 64), page=16),
         AttentionCase("8 x 4096, pages of 16", _EVEN, page=16),
         AttentionCase("8 x 4096, 32 heads on 8", _EVEN, heads=(32, 8)),
         AttentionCase("8 x 4096, 32 heads on 8, pages of 16", _EVEN, heads=(32, 8), page=16),
