@@ -36,7 +36,9 @@ def _machine(topics: tuple[Run, ...], strategies: Run) -> dict[str, str]:
     return {
         "cpu": machine["cpu"],
         "simd": ", ".join(_SIMD[name] for name in machine["simd"]),
-        "in_pairs": claim(pairs, "AVX-512's instructions for pairs of bfloat16 multiply it on this processor"),
+        "in_pairs": claim(
+            pairs, "AVX-512's instructions for pairs of bfloat16 multiply it on this processor"
+        ),
         "cores": str(machine["cores"]),
         "threads": str(content["options"]["threads"]),
         "memory": number(machine["memory_bytes"] / 2**30),

@@ -81,7 +81,9 @@ def check(frontend: Frontend, function: str, arguments: Arguments) -> tuple[Any,
     out, lse = getattr(frontend, function)(**arguments)
     queries = arguments["query" if function == "paged_attention" else "q"]
     rounding = rounding_of_weights(frontend, function, arguments)
-    assert_attention(out, lse, getattr(reference, function)(**arguments), queries.dtype, rounding)
+    scales = [arguments[name] for name in ("v_descale", "v_scale") if arguments.get(name) is not None]
+    unit = max((float(np.max(scale, initial=1.0)) for scale in scales), default=1.0)
+    assert_attention(out, lse, getattr(reference, function)(**arguments), queries.dtype, rounding, unit)
     return out, lse
 
 
