@@ -15,7 +15,7 @@ constexpr int kMaxFewRows = 8;       // per KV head
 constexpr int kMaxFewRowsTask = 32;  // per task, all its KV heads
 constexpr int kChunkKeys = 64;       // at most, between two updates of the softmax state
 constexpr int kMinChunkKeys = 16;
-constexpr int64_t kChunkBytes = 128 << 10;                 // all heads of a chunk's keys
+constexpr int64_t kChunkBytes = 128 << 10;                // all heads of a chunk's keys
 static_assert(kChunkKeys + kWidth <= KeyList::kMaxKeys);  // whole vectors are loaded
 
 // Cuts a row of head_size elements into vectors. The last one ends with the row and may overlap the
