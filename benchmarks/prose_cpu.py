@@ -159,4 +159,6 @@ def _growth(run: Run) -> dict[str, str]:
             len(padded) == 2 and all(one[-1] < 1.1 * one[0] for one in padded),
             "rows and columns that nobody uses cost nothing",
         ),
+        "padding_growth": between(one[-1] / one[0] for one in padded),
+        "padding_spread": f"{max(map(spread, padded)):.0%}",
     }

@@ -237,9 +237,8 @@ class Prepared:
             tensors[workspace] = Spec(native_calls.WORKSPACE_DTYPE, (workspace_bytes,))
             given.append(workspace)
         args = library.arguments(op.native, tensors, dict(call.attributes))
-        context, self._context_of = _CONTEXTS[platform]
-        fixed = _cpu_threads() if platform == "cpu" else {}
-        self._run = library.bound(op.native, args, given, context, **fixed)
+        context, self._context_of, fixed = _CONTEXTS[platform]
+        self._run = library.bound(op.native, args, given, context, **fixed())
 
     def run(self, values: Values) -> list[torch.Tensor]:
         """Run the call; returns the results that it computes. Raises ValueError."""
@@ -321,10 +320,10 @@ def _cuda_context(tensor: torch.Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
-# By platform, the field of flashxla_context that says where a call runs, and its value.
-_CONTEXTS: dict[str, tuple[str, Callable[[torch.Tensor], int]]] = {
-    "cpu": ("num_threads", _cpu_context),
-    "cuda": ("stream", _cuda_context),
+# By platform, the field of flashxla_context that says where a call runs, its value, and the fields that stay.
+_CONTEXTS: dict[str, tuple[str, Callable[[torch.Tensor], int], Callable[[], dict[str, int]]]] = {
+    "cpu": ("num_threads", _cpu_context, _cpu_threads),
+    "cuda": ("stream", _cuda_context, dict),
 }
 
 _Empty = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]

@@ -66,14 +66,17 @@ def rounding_of_weights(frontend: Frontend, function: str, arguments: Arguments)
     ):
         return None
     magnitude = getattr(reference, function)(**arguments, positive_values=True)[0]
-    largest = np.nanmax(np.abs(values.astype(np.float32)), initial=0.0)
-    for name in ("v_descale", "v_scale"):
-        if arguments.get(name) is not None:
-            largest = largest * np.max(arguments[name])
+    largest = np.nanmax(np.abs(values.astype(np.float32)), initial=0.0) * _largest_scale(arguments)
     lengths = next(
         arguments[name] for name in ("context_lens", "seqused_k", "cu_seqlens_k") if name in arguments
     )
     return magnitude * 2.0**-4 + largest * np.max(lengths, initial=0) * 2.0**-18
+
+
+def _largest_scale(arguments: Arguments) -> float:
+    """What values are multiplied by, at most."""
+    scales = [arguments[name] for name in ("v_descale", "v_scale") if arguments.get(name) is not None]
+    return float(np.prod([np.max(scale, initial=0.0) for scale in scales]))
 
 
 def check(frontend: Frontend, function: str, arguments: Arguments) -> tuple[Any, Any]:
@@ -81,8 +84,7 @@ def check(frontend: Frontend, function: str, arguments: Arguments) -> tuple[Any,
     out, lse = getattr(frontend, function)(**arguments)
     queries = arguments["query" if function == "paged_attention" else "q"]
     rounding = rounding_of_weights(frontend, function, arguments)
-    scales = [arguments[name] for name in ("v_descale", "v_scale") if arguments.get(name) is not None]
-    unit = max((float(np.max(scale, initial=1.0)) for scale in scales), default=1.0)
+    unit = max(_largest_scale(arguments), 1.0)
     assert_attention(out, lse, getattr(reference, function)(**arguments), queries.dtype, rounding, unit)
     return out, lse
 
