@@ -20,6 +20,12 @@ __device__ inline void CopyAsync16(uint32_t to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same of 4 bytes.
+__device__ inline void CopyAsync4(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ inline void WaitCopies() {

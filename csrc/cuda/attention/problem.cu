@@ -37,10 +37,14 @@ bool InVectors(const Cache& c, int64_t head_size, int64_t size) {
          c.stride_token * size % kVector == 0 && c.stride_head * size % kVector == 0;
 }
 
+// Whether `count` neighbouring elements, of `size` bytes each, can be accessed together.
+bool InGroups(const Rows& r, int64_t head_size, int64_t count, int64_t size) {
+  return head_size % count == 0 && r.stride_dim == 1 && r.stride_head % count == 0 &&
+         r.stride_token % count == 0 && reinterpret_cast<uintptr_t>(r.data) % (count * size) == 0;
+}
+
 bool InPairs(const Rows& r, int64_t dtype, int64_t head_size) {
-  return ElementSize(dtype) == 2 && head_size % 2 == 0 && r.stride_dim == 1 &&
-         r.stride_head % 2 == 0 && r.stride_token % 2 == 0 &&
-         reinterpret_cast<uintptr_t>(r.data) % 4 == 0;
+  return ElementSize(dtype) == 2 && InGroups(r, head_size, 2, 2);
 }
 
 int32_t LogOf(int64_t block_size) {
@@ -96,6 +100,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.kv_near = IsNear(p.k, k, size) && IsNear(p.v, v, size);
   p.q_pairs = InPairs(p.q, args.q.dtype, k.head_size);
   p.out_pairs = InPairs(p.out, args.out.dtype, v.head_size);
+  p.out_vectors = args.out.dtype == FLASHXLA_F32 && InGroups(p.out, v.head_size, 4, 4);
   return p;
 }
 

@@ -77,8 +77,8 @@ struct Problem {
   int32_t few_q_tile_rows;         // likewise
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
   // Whether strides and addresses allow 16-byte loads of keys and values, 4-byte loads of 16-bit
-  // queries, and 4-byte stores of 16-bit outputs.
-  bool kv_vectors, q_pairs, out_pairs;
+  // queries, and 4-byte stores of 16-bit and 16-byte stores of float32 outputs.
+  bool kv_vectors, q_pairs, out_pairs, out_vectors;
   bool kv_near;  // offsets in a cache, in units of 16 bytes, fit 32 bits
   bool batch_invariant;
   float softmax_scale, softcap;
@@ -162,6 +162,12 @@ struct Problem {
     } else {
       reinterpret_cast<__nv_bfloat16*>(out.data)[i] = __float2bfloat16_rn(value);
     }
+  }
+
+  // Stores four neighbouring elements of a float32 output. Needs out_vectors.
+  __device__ void StoreOutVector(int token, int head, int dim, const float4& vector) const {
+    const int64_t i = token * out.stride_token + head * out.stride_head + dim;
+    *reinterpret_cast<float4*>(out.data + 4 * i) = vector;
   }
 
   // Stores two neighbouring elements of a 16-bit output. Needs out_pairs.

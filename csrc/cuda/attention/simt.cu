@@ -81,7 +81,7 @@ flashxla_status LaunchSimt(const Problem& p, void*, cudaStream_t stream) {
   } else if (p.head_size <= 128) {
     Launch<Shape<128, 64, 4, false, 2>, Shape<128, 32, 4, false, 1>>(p, stream);
   } else {
-    Launch<Shape<256, 32, 8, true, 2>, Shape<256, 16, 8, true, 1>>(p, stream);
+    Launch<Shape<256, 32, 4, true, 2>, Shape<256, 16, 4, true, 1>>(p, stream);
   }
   return FLASHXLA_OK;
 }

@@ -4,6 +4,7 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_ITEM_CUH_
 
 #include "cuda/attention/dtypes.cuh"
+#include "cuda/attention/mma.cuh"
 #include "cuda/attention/problem.cuh"
 #include "cuda/attention/warp.cuh"
 
@@ -30,8 +31,7 @@ struct SimtItem {
                       int head, int first, int most_rows)
       : s(sequence), index(sequence_index), kv_head(head), first_row(first) {
     num_rows = min(most_rows, s.num_queries * p.group_size - first_row);
-    const int first_query = first_row / p.group_size;
-    const int last_query = (first_row + num_rows - 1) / p.group_size;
+    const int first_query = Query(p, 0), last_query = Query(p, num_rows - 1);
     const KeyRange keys = p.Visible(s, first_query, last_query);
     begin = keys.begin, end = keys.end;
     begin_all = p.Visible(s, last_query).begin, end_all = p.Visible(s, first_query).end;
@@ -46,10 +46,12 @@ struct SimtItem {
     return SimtItem(p, p.plan.sequences[index], index, head, first, kRestQTileRows);
   }
 
-  __device__ int Query(const Problem& p, int row) const { return (first_row + row) / p.group_size; }
+  __device__ int Query(const Problem& p, int row) const {
+    return static_cast<int>(p.by_group_size.Quotient(first_row + row));
+  }
   __device__ int Token(const Problem& p, int row) const { return s.first_query + Query(p, row); }
   __device__ int Head(const Problem& p, int row) const {
-    return kv_head * p.group_size + (first_row + row) % p.group_size;
+    return kv_head * p.group_size + (first_row + row) - Query(p, row) * p.group_size;
   }
 
   __device__ SimtRow Row(const Problem& p, int row) const {
@@ -87,8 +89,8 @@ struct SimtItem {
 };
 
 // Loads the item's first `num_rows` rows of queries into shared memory, kStride floats apart; zeros
-// past the head size and past the item's rows. A warp takes a row.
-template <int kDims, int kStride>
+// past the head size and past the item's rows. A warp takes a row. kAsync: WaitCopies waits for it.
+template <int kDims, int kStride, bool kAsync = false>
 __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows, float* q) {
   const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
 #pragma unroll 4
@@ -100,7 +102,12 @@ __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows
 #pragma unroll
     for (int d = lane; d < kDims; d += 32) {
       const bool exists = row < item.num_rows && d < p.head_size;
-      q[row * kStride + d] = exists ? from[d * p.q.stride_dim] : 0.f;
+      float* to = q + row * kStride + d;
+      if constexpr (kAsync) {
+        CopyAsync4(SharedAddress(to), from + d * p.q.stride_dim, exists);
+      } else {
+        *to = exists ? from[d * p.q.stride_dim] : 0.f;
+      }
     }
   }
 }

@@ -1,8 +1,10 @@
 // A q tile of 64 rows on CUDA cores. Keys and values of a kv tile go through shared memory, which
-// they reach while the products before are computed. A thread computes 8 rows (with 256 threads 4)
-// times kKeys/16 scores and kDims/16 dims: the larger its part, the less it reads for each product.
+// they reach while the products before are computed. A thread computes 8 rows times kKeys/16 scores
+// and kDims/16 dims: the larger its part, the less it reads for each product.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_SIMT_TILE_CUH_
+
+#include <type_traits>
 
 #include "cuda/attention/key_loader.cuh"
 #include "cuda/attention/simt_item.cuh"
@@ -15,7 +17,9 @@ struct alignas(16) SimtTileShared {
   // Four floats more than a power of two: neighbouring rows start in different banks.
   static constexpr int kStride = kDims + 4;
   // The weights of a kv tile pass in parts of so many keys.
-  static constexpr int kWeightKeys = kKeys < 32 ? kKeys : 32, kWeightStride = kWeightKeys + 4;
+  static constexpr int kWeightKeys = kKeys < 32 ? kKeys : 32;
+  // 16 more than a multiple of the 32 banks: a lane pair's rows lie in different banks.
+  static constexpr int kWeightStride = kWeightKeys / 32 * 32 + 16;
   float q[kRestQTileRows * kStride];
   float buffers[kOneBuffer ? 1 : 2][kKeys * kStride];  // keys, values
   float weights[kRestQTileRows * kWeightStride];
@@ -31,6 +35,32 @@ class SimtTile {
   // All threads of the block must call this. `shared` and `item` are in use until the block's next
   // barrier.
   __device__ static void Attend(const Problem& p, const SimtItem& item, Shared& shared) {
+    LoadQueries<kDims, kStride, true>(p, item, kRestQTileRows, shared.q);
+    if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
+    // To skip values of weight 0, which need not be finite, takes longer. So that is done only if
+    // the results without it are not finite.
+    for (bool guard = false; !TryAttend(p, item, shared, guard); guard = true) {
+    }
+  }
+
+ private:
+  // A warp has 2 kRows rows; a half of its lanes has every other one.
+  static constexpr int kRows = kRestQTileRows / kWarps / 2, kKeysEach = kKeys / 16;
+  static constexpr int kColumns = kDims / 16, kParts = kColumns / 4;
+  static constexpr int kStride = Shared::kStride, kWeightStride = Shared::kWeightStride;
+  static constexpr int kWeightKeys = Shared::kWeightKeys;
+  // A warp loads so many keys.
+  static constexpr int kLoads = kKeys / kWarps;
+  static constexpr uint32_t kWarpMask = (1u << kLoads) - 1;
+  static constexpr int kChunks = kDims / 4, kAcross = kChunks < 32 ? kChunks : 32;
+  static constexpr int kLoadsAtOnce = 32 / kAcross;
+  static_assert(kKeys % 16 == 0 && kDims % 64 == 0 && kLoads <= kSliceKeys &&
+                kLoads % kLoadsAtOnce == 0);
+
+  // Stores the results and returns true if they are finite, or if `guard`: then values of weight 0
+  // are skipped.
+  __device__ static bool TryAttend(const Problem& p, const SimtItem& item, Shared& shared,
+                                   bool guard) {
     float* keys = shared.buffers[0];
     float* values = shared.buffers[kOneBuffer ? 0 : 1];
     // Where a kv tile begins must not depend on the q tile: see batch_invariant.
@@ -44,10 +74,10 @@ class SimtTile {
       CommitCopies();
     };
     load_keys(0);
-    LoadQueries<kDims, kStride>(p, item, kRestQTileRows, shared.q);
-    if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
 
-    const int x = lane % 16, first_row = warp * 2 * kRows + lane / 16;
+    // The lanes of a pair read the same keys and values: then a load of 16 bytes takes the shared
+    // memory half as long.
+    const int x = lane / 2, first_row = warp * 2 * kRows + lane % 2;
     const bool idle = warp * 2 * kRows >= item.num_rows;  // the whole warp
     float row_max[kRows], row_sum[kRows];                 // this thread's share of the sum
     float out[kRows][kColumns] = {};
@@ -65,7 +95,7 @@ class SimtTile {
       WaitCopies<0>();
       __syncthreads();  // the keys are there; all have used the values before
       if (!kOneBuffer) load_values();
-      float score[kRows][kKeysEach] = {};
+      float score[kRows][kKeysEach];
       if (!idle) Multiply(p, shared.q, keys, x, first_row, score);
       if (kOneBuffer) {
         __syncthreads();  // all have used the keys
@@ -75,15 +105,13 @@ class SimtTile {
         AddScores(p, item, first, shared, stage, x, first_row, score, row_max, row_sum, out);
       }
       WaitCopies<0>();
-      const float probe = Probe(p, values);
-      // The values are there; all have used the keys.
-      const bool has_nonfinite = __syncthreads_or(!(probe == 0.f));
+      __syncthreads();  // the values are there; all have used the keys
       const bool more = first + kKeys < item.end;
       if (!kOneBuffer && more) load_keys(stage ^ 1);
       if (!idle) {
         const int num_keys = min(kKeys, item.end - first);
-        has_nonfinite ? AddValues<true>(shared, values, num_keys, x, first_row, score, out)
-                      : AddValues<false>(shared, values, num_keys, x, first_row, score, out);
+        guard ? AddValues<true>(shared, values, num_keys, x, first_row, score, out)
+              : AddValues<false>(shared, values, num_keys, x, first_row, score, out);
       }
       if (kOneBuffer && more) {
         __syncthreads();  // all have used the values
@@ -91,22 +119,16 @@ class SimtTile {
       }
     }
     WaitCopies<0>();  // if no row sees a key, nobody has waited for the first ones
+    float probe = 0.f;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) probe = fmaf(0.f, out[i][c], probe);
+    }
+    if (__syncthreads_or(!(probe == 0.f)) && !guard) return false;
     if (!idle) Store(p, item, x, first_row, row_max, row_sum, out);
+    return true;
   }
-
- private:
-  // A warp has 2 kRows rows; a half of its lanes has every other one.
-  static constexpr int kRows = kRestQTileRows / kWarps / 2, kKeysEach = kKeys / 16;
-  static constexpr int kColumns = kDims / 16, kParts = kColumns / 4;
-  static constexpr int kStride = Shared::kStride, kWeightStride = Shared::kWeightStride;
-  static constexpr int kWeightKeys = Shared::kWeightKeys;
-  // A warp loads so many keys.
-  static constexpr int kLoads = kKeys / kWarps;
-  static constexpr uint32_t kWarpMask = (1u << kLoads) - 1;
-  static constexpr int kChunks = kDims / 4, kAcross = kChunks < 32 ? kChunks : 32;
-  static constexpr int kLoadsAtOnce = 32 / kAcross;
-  static_assert(kKeys % 16 == 0 && kDims % 64 == 0 && kLoads <= kSliceKeys &&
-                kLoads % kLoadsAtOnce == 0);
 
   // The places of the keys that this warp loads, of the kv tile that starts at key `first`.
   __device__ static KeyPlaces Find(const Problem& p, const SimtItem& item, int first) {
@@ -135,12 +157,16 @@ class SimtTile {
     to += threadIdx.x / 32 * kLoads * kStride;
     if (kFp8 || !p.kv_vectors) return LoadFloats(p, c, offset, places.mask, to);
     const uint32_t address = SharedAddress(to);
-    ForEachChunk([&](int key, int d) {
-      const int64_t from = __shfl_sync(kAllLanes, offset, key);
-      if (d >= p.head_size) return;
-      CopyAsync16(address + (key * kStride + d) * 4, c.data + (from + d) * 4,
-                  (places.mask >> key) & 1);
-    });
+    const auto mine = reinterpret_cast<unsigned long long>(c.data + offset * 4);
+    auto start = [&](auto all) {
+      ForEachChunk([&](int key, int d) {
+        const auto from = __shfl_sync(kAllLanes, mine, key);
+        if (d >= p.head_size) return;
+        CopyAsync16(address + (key * kStride + d) * 4, reinterpret_cast<const float*>(from) + d,
+                    decltype(all)::value || ((places.mask >> key) & 1));
+      });
+    };
+    (places.mask & kWarpMask) == kWarpMask ? start(std::true_type()) : start(std::false_type());
   }
 
   // The same through registers: fp8, which is widened, and any strides.
@@ -170,24 +196,15 @@ class SimtTile {
     }
   }
 
-  // 0 if all numbers that this lane has loaded are finite, else NaN.
-  __device__ static float Probe(const Problem& p, const float* values) {
-    values += threadIdx.x / 32 * kLoads * kStride;
-    __syncwarp();
-    float probe = 0.f;
-    ForEachChunk([&](int key, int d) {
-      if (d >= p.head_size) return;
-      const float4 v = *reinterpret_cast<const float4*>(values + key * kStride + d);
-      probe = fmaf(0.f, v.x, fmaf(0.f, v.y, fmaf(0.f, v.z, fmaf(0.f, v.w, probe))));
-    });
-    return probe;
-  }
-
   // The dot products with keys x, x + 16, ... of the kv tile.
   __device__ static void Multiply(const Problem& p, const float* queries, const float* keys, int x,
                                   int first_row, float (&score)[kRows][kKeysEach]) {
-#pragma unroll 2
-    for (int d = 0; d < p.head_size; d += 4) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeysEach; ++j) score[i][j] = 0.f;
+    }
+    auto add_four = [&](int d) {
       float4 q[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -204,7 +221,12 @@ class SimtTile {
           score[i][j] = fmaf(q[i].w, k.w, score[i][j]);
         }
       }
-    }
+    };
+    int d = 0;
+#pragma unroll 1
+    for (; d + 8 <= p.head_size; d += 8) add_four(d), add_four(d + 4);
+    if (d < p.head_size) add_four(d);
+    if (d + 4 < p.head_size) add_four(d + 4);
   }
 
   // Turns dot products into weights and updates the online softmax.
@@ -240,30 +262,47 @@ class SimtTile {
         }
       }
     }
+    // All rows together, so that none waits for another.
+    float new_max[kRows];
+    bool changed = false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float new_max = row_max[i];
+      new_max[i] = row_max[i];
 #pragma unroll
-      for (int j = 0; j < kKeysEach; ++j) new_max = fmaxf(new_max, score[i][j]);
+      for (int j = 0; j < kKeysEach; ++j) new_max[i] = fmaxf(new_max[i], score[i][j]);
+    }
 #pragma unroll
-      for (int lanes = 8; lanes > 0; lanes /= 2) {
-        new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, lanes));
+    for (int lanes = 2; lanes < 32; lanes *= 2) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(kAllLanes, new_max[i], lanes));
       }
-      const float base = new_max == -INFINITY ? 0.f : new_max;
-      if (__any_sync(kAllLanes, new_max != row_max[i])) {
-        const float factor = exp2f(row_max[i] - base);
-        row_max[i] = new_max;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) changed = changed || new_max[i] != row_max[i];
+    if (__any_sync(kAllLanes, changed)) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float factor = Exp2(row_max[i] - Base(new_max[i]));
+        row_max[i] = new_max[i];
         row_sum[i] *= factor;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) out[i][c] *= factor;
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float base = Base(row_max[i]);
 #pragma unroll
       for (int j = 0; j < kKeysEach; ++j) {
-        score[i][j] = exp2f(score[i][j] - base);
+        score[i][j] = Exp2(score[i][j] - base);
         row_sum[i] += score[i][j];
       }
     }
   }
+
+  // What scores are relative to: not -inf, of a row that has seen no key.
+  __device__ static float Base(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
 
   // Adds the weighted values. A warp reads only weights that it has stored itself. With kGuard,
   // skips values of weight 0, which may be NaN or infinite.
@@ -292,6 +331,7 @@ class SimtTile {
   template <bool kGuard>
   __device__ static void AddPart(const float* weights, const float* values, int num_keys,
                                  float (&out)[kRows][kColumns]) {
+    // Past num_keys weights are 0, and values that were loaded.
 #pragma unroll 1
     for (int k = 0; k < num_keys; k += 4) {
       float weight[kRows][4];
@@ -328,16 +368,27 @@ class SimtTile {
       const int row = first_row + 2 * i;
       float total = row_sum[i];
 #pragma unroll
-      for (int lanes = 8; lanes > 0; lanes /= 2) total += __shfl_xor_sync(kAllLanes, total, lanes);
+      for (int lanes = 2; lanes < 32; lanes *= 2) total += __shfl_xor_sync(kAllLanes, total, lanes);
       if (row >= item.num_rows) continue;
       const int token = item.Token(p, row), head = item.Head(p, row);
       const RowEnd end = {row_max[i], total, p.Sink(head)};
       const float factor = end.Factor() * value_scale;
       if (x == 0) p.StoreLse(token, head, end);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int d = c / 4 * 64 + x * 4 + c % 4;
-        if (d < p.head_size) p.StoreOut(token, head, d, out[i][c] * factor);
+      for (int part = 0; part < kParts; ++part) {
+        const int d = part * 64 + x * 4;
+        const float* from = out[i] + part * 4;
+        if (p.out_vectors) {
+          if (d >= p.head_size) continue;
+          p.StoreOutVector(
+              token, head, d,
+              {from[0] * factor, from[1] * factor, from[2] * factor, from[3] * factor});
+          continue;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (d + c < p.head_size) p.StoreOut(token, head, d + c, from[c] * factor);
+        }
       }
     }
   }
