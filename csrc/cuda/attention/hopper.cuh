@@ -124,6 +124,13 @@ __device__ inline uint64_t MatrixDescriptor(uint32_t address, uint32_t stride) {
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
+// The descriptor (MatrixDescriptor) of an operand `bytes` after the one of `descriptor`. The
+// address is in its low half, and does not overflow.
+__device__ inline uint64_t After(uint64_t descriptor, int bytes) {
+  const auto low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+  return descriptor >> 32 << 32 | low;
+}
+
 #endif  // FLASHXLA_HOPPER
 
 }  // namespace flashxla::attention

@@ -52,13 +52,6 @@ __device__ inline uint32_t Turned(uint32_t pair) {
   return turned;
 }
 
-// The descriptor (MatrixDescriptor) of an operand `bytes` after the one of `descriptor`. The
-// address is in its low half, and does not overflow.
-__device__ inline uint64_t After(uint64_t descriptor, int bytes) {
-  const auto low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
-  return descriptor >> 32 << 32 | low;
-}
-
 // Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0. Those
 // of boxes that are not there are 0 already. All consumer warps must call it.
 template <typename S>

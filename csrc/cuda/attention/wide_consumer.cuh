@@ -54,8 +54,9 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   static_assert(!kTurns || S::kConsumers == 2);
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
-  // Asks first whether sums are to be scaled at all.
-  constexpr bool kAsks = kOverlap || S::kFp8;
+  // Whether sums are scaled only where that makes a difference. Else it takes less time to scale
+  // them always than to ask.
+  constexpr bool kLazy = kOverlap || S::kWidened || S::kGathers || kDims > 128;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;
@@ -80,33 +81,32 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 
     uint32_t q_fragments[S::kQueriesInRegisters ? kDimSteps : 1][4];
     auto start_scores = [&](int stage) {
+      const uint64_t all_keys = MatrixDescriptor(shared.keys(stage), 0);
+      const uint64_t all_queries =
+          MatrixDescriptor(shared.queries(queries.stage) + group * 64 * kWideRowBytes, 0);
       FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kDimSteps; ++k) {
         const int block = k / 4, step = k % 4 * 32;
-        const uint64_t b =
-            MatrixDescriptor(shared.keys(stage) + block * kKeys * kWideRowBytes + step, 0);
+        const uint64_t b = After(all_keys, block * kKeys * kWideRowBytes + step);
         if constexpr (S::kQueriesInRegisters) {
           MatrixProduct<Product, kKeys>::Start(score, q_fragments[k], b, k > 0);
         } else {
           MatrixProduct<Product, kKeys>::Start(
-              score,
-              MatrixDescriptor(shared.queries(queries.stage) +
-                                   block * S::kQTileRows * kWideRowBytes +
-                                   group * 64 * kWideRowBytes + step,
-                               0),
-              b, k > 0);
+              score, After(all_queries, block * S::kQTileRows * kWideRowBytes + step), b, k > 0);
         }
       }
       CommitMatrix();
     };
     auto start_values = [&](int stage) {
+      const uint64_t all_values =
+          MatrixDescriptor(shared.values(stage), S::kFp8 ? 0 : kKeys * kWideRowBytes);
       FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
-        const uint32_t step = shared.values(stage) + k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
-        MatrixProduct<Weight, kDims>::template Start<!S::kFp8>(
-            out, weights[k], MatrixDescriptor(step, S::kFp8 ? 0 : kKeys * kWideRowBytes), true);
+        const int step = k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
+        MatrixProduct<Weight, kDims>::template Start<!S::kFp8>(out, weights[k],
+                                                               After(all_values, step), true);
       }
       CommitMatrix();
     };
@@ -211,7 +211,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       Pin(score);
       Release(shared.keys_empty(keys.stage));
       keys.Next();
-      OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
+      OnlineSoftmax<S, kLift, kLazy>(score, rows, rule, n * kKeys, factor);
       pack_weights();
       for (--n; n >= first; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -224,14 +224,13 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         Pin(score);
         Release(shared.keys_empty(keys.stage));
         keys.Next();
-        OnlineSoftmax<S, kLift>(score, rows, rule, n * kKeys, factor);
+        OnlineSoftmax<S, kLift, kLazy>(score, rows, rule, n * kKeys, factor);
         if (kOverlap) KeepAbove(fminf(rows.row_sum[0], rows.row_sum[1]));
         WaitMatrix<0>();
         Pin(out);
         Release(shared.values_empty(values.stage));
         values.Next();
-        // The largest score seldom changes after a row's first keys.
-        if (!kAsks || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
+        if (!kLazy || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
           for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
         }

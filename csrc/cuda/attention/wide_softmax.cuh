@@ -62,8 +62,13 @@ struct ScoreRule {
   }
 };
 
-// Turns scores into weights, 2^kLift times as large.
-template <typename S, int kLift>
+// Weights of a row are relative to its largest score. Where sums are scaled lazily, to an earlier
+// one that is smaller by at most so much (log2): that seldom changes after a row's first keys.
+constexpr float kLazyLog2 = 6.f;
+
+// Turns scores into weights, 2^kLift times as large. `factor`: what a row's sums are still to be
+// multiplied by.
+template <typename S, int kLift, bool kLazy>
 __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, const ScoreRule& rule,
                               int first_key, float (&factor)[2]) {
   constexpr int kColumns = S::kKeys;
@@ -116,8 +121,10 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
     }
     row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 1));
     row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
+    const float before = rows.row_max[r];
+    if (kLazy && (row_max - before) * scale <= kLazyLog2) row_max = before;
     const float base = row_max == -INFINITY ? 0.f : row_max * scale;
-    factor[r] = Exp2(rows.row_max[r] * scale - base);
+    factor[r] = kLazy && row_max == before ? 1.f : Exp2(before * scale - base);
     const float lifted = kLift > 0 ? kLift - base : -base;
     rows.row_max[r] = row_max;
     float row_sum = 0.f;
