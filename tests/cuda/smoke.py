@@ -301,8 +301,8 @@ def tile(rng: Rng) -> Sizes:
     )
 
 
-def simt(rng: Rng) -> Sizes:
-    """split32 and simt: float32 queries, few or many."""
+def tile32(rng: Rng) -> Sizes:
+    """split32 and tile32: float32 queries, few or many."""
     len_q = rng.integers(0, 3, 5) if rng.random() < 0.5 else rng.integers(0, 70, 3)
     return Sizes(
         q_dtype=F32,
@@ -344,7 +344,7 @@ def tile_call(rng: Rng) -> Call:
 
 
 def simt_call(rng: Rng) -> Call:
-    return driver.attention_call(rng, simt(rng))
+    return driver.attention_call(rng, tile32(rng))
 
 
 def apart_call(rng: Rng) -> Call:

@@ -35,7 +35,7 @@ KINDS = {
     "parts": Kind(((1, 1), (100, 150)), "wide", page=128),  # of few q tiles with many keys
     "tile": Kind(((17, 70),), "tile", page=4, dim=100),
     "mixed": Kind(((1, 1), (1, 10), (17, 47), (48, 120)), "wide"),
-    "float32": Kind(((1, 1), (1, 60)), "simt", np.float32),
+    "float32": Kind(((1, 1), (1, 60)), "tile32", np.float32),
 }
 
 

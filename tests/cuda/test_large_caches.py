@@ -75,7 +75,7 @@ def test_writes_at_the_end(torch: Any, pool: Any, rng: np.random.Generator) -> N
     assert_same_bits(frontend.array(written), frontend.array(key), "cache")
 
 
-@pytest.mark.parametrize(("queries", "engine"), [(1, "split32"), (70, "simt")])
+@pytest.mark.parametrize(("queries", "engine"), [(1, "split32"), (70, "tile32")])
 def test_float32_keys_at_the_end(
     torch: Any, pool: Any, rng: np.random.Generator, queries: int, engine: str
 ) -> None:

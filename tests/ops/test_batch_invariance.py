@@ -483,7 +483,7 @@ def test_it_arrives(
 
 # head sizes, dtype, and the kernel on each platform
 SERVED = [
-    (64, 64, "float32", {"cpu": "tiles", "cuda": "simt"}),
+    (64, 64, "float32", {"cpu": "tiles", "cuda": "tile32"}),
     (128, 128, "bfloat16", {"cpu": "tiles", "cuda": "tile"}),
     (192, 128, "float16", {"cpu": "tiles", "cuda": "general"}),
 ]

@@ -160,7 +160,7 @@ ENGINES = [
     (Case(ONE_LONG, heads=(4, 4), dim=256, page=16, window=(2000, -1)), "split32", "split32"),
     (Case(ONE_LONG, heads=(8, 2), dim=80, page=17, layout="HND", leftpad=True), "split32", "split32"),
     (Case(RAGGED, heads=(28, 4), dim=128, page=1, pad_seqs=2, pad_tokens=3), "split32", "split32"),
-    (Case(RAGGED, heads=(8, 1), dim=80, page=16, layout="packed_NHD", window=(70, -1)), "split32", "simt"),
+    (Case(RAGGED, heads=(8, 1), dim=80, page=16, layout="packed_NHD", window=(70, -1)), "split32", "tile32"),
     (Case(RAGGED, heads=(8, 2), dim=256, page=16, layout="stacked", alibi="H"), "split32", "split32"),
     (Case(RAGGED, heads=(8, 2), dim=64, used=True, sinks="f32", lse=False), "split32", "split32"),
     (Case(RAGGED, heads=(6, 2), dim=46, page=3, softcap=2.0), "split32", "split32"),  # no 16-byte vectors
@@ -171,16 +171,16 @@ ENGINES = [
     (Case(SPECULATION, heads=(4, 1), dim=256, leftpad=True, causal=False), "split32", "split32"),
     (Case(DECODE, heads=(100, 1), dim=72, page=16, alibi="SH"), "split32", "split32"),
     (Case(((0, 0), (1, 0)), heads=(8, 2), dim=64), "split32", "split32"),  # no keys at all
-    # simt
-    (Case(PREFILL, dim=64, alibi="SH", softcap=5.0), "split32", "simt"),
-    (Case(PREFILL, dim=128, heads=(8, 2), page=16, sinks="f32"), "split32", "simt"),
-    (Case(PREFILL, dim=256, page=16, layout="packed_HND"), "split32", "simt"),
-    (Case(ODD, dim=128, page=16, sinks="f32"), "split32", "simt"),  # tiles whose rows see no key
-    (Case(ODD, heads=(8, 1), dim=80, page=1, window=(70, 9), causal=False), "split32", "simt"),
+    # tile32
+    (Case(PREFILL, dim=64, alibi="SH", softcap=5.0), "split32", "tile32"),
+    (Case(PREFILL, dim=128, heads=(8, 2), page=16, sinks="f32"), "split32", "tile32"),
+    (Case(PREFILL, dim=256, page=16, layout="packed_HND"), "split32", "tile32"),
+    (Case(ODD, dim=128, page=16, sinks="f32"), "split32", "tile32"),  # tiles whose rows see no key
+    (Case(ODD, heads=(8, 1), dim=80, page=1, window=(70, 9), causal=False), "split32", "tile32"),
     (
         Case(LONG, dim=40, cache="e4m3", page=17, descale="1", window=(30, 1), causal=False),
         "split32",
-        "simt",
+        "tile32",
     ),
     # general: head sizes that the others do not take
     (

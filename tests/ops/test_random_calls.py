@@ -132,7 +132,7 @@ def fp8(rng: Rng) -> dict[str, Any]:
 
 
 def float32(rng: Rng) -> dict[str, Any]:
-    """split32 and simt."""
+    """split32 and tile32."""
     base = pick(rng, few, tile)(rng)
     return {**base, "dtype": "f32", "cache": pick(rng, "same", "same", *FP8)}
 
@@ -317,11 +317,11 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "wide": (lambda f, rng: attend(f, rng, wide), ("swap", "wide")),
     "tile": (lambda f, rng: attend(f, rng, tile), ("swap", "split", "tile")),
     "fp8": (lambda f, rng: attend(f, rng, fp8), ("swap", "split", "wide", "tile")),
-    "float32": (lambda f, rng: attend(f, rng, float32), ("split32", "simt")),
-    "anything": (lambda f, rng: attend(f, rng, anything), ("simt", "swap", "split", "wide", "tile")),
+    "float32": (lambda f, rng: attend(f, rng, float32), ("split32", "tile32")),
+    "anything": (lambda f, rng: attend(f, rng, anything), ("tile32", "swap", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),
     "differentiate": (differentiate, ("wide", "tile", "general")),
-    "write_and_attend": (write_and_attend, ("simt", "swap", "split", "wide", "tile", "general")),
+    "write_and_attend": (write_and_attend, ("tile32", "swap", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
     "merge": (merge, ("merge_attn_states",)),
 }

@@ -12,8 +12,8 @@ namespace flashxla::attention {
 namespace {
 
 // For each role the fastest engine comes first.
-constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine, &kSimtSplitEngine, &kWideEngine,
-                                      &kTileEngine, &kSimtEngine,  &kGeneralEngine};
+constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine,  &kSimtSplitEngine, &kWideEngine,
+                                      &kTileEngine, &kTile32Engine, &kGeneralEngine};
 
 // The rows of swap's q tiles if no sequence has more than `longest` rows per KV head. Those of 32
 // rows are for two thread blocks on a multiprocessor.
@@ -50,7 +50,7 @@ const char* WhyOnlyGeneral(const Problem& p) {
 
 const char* WhyNoTensorCores(const Problem& p) {
   if (const char* why = WhyOnlyGeneral(p); why[0] != '\0') return why;
-  return p.q_dtype == FLASHXLA_F32 ? "float32 queries need CUDA cores" : "";
+  return p.q_dtype == FLASHXLA_F32 ? "queries are float32" : "";
 }
 
 Choice ChooseEngines(const Facts& facts) {

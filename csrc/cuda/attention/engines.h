@@ -34,7 +34,7 @@ struct Engine {
 };
 
 extern const Engine kSwapEngine, kSplitEngine, kSimtSplitEngine, kWideEngine, kTileEngine,
-    kSimtEngine, kGeneralEngine;
+    kTile32Engine, kGeneralEngine;
 
 // Why only the general engine can serve a call; "" if others can.
 const char* WhyOnlyGeneral(const Problem& problem);

@@ -164,10 +164,19 @@ struct Problem {
     }
   }
 
-  // Stores four neighbouring elements of a float32 output. Needs out_vectors.
-  __device__ void StoreOutVector(int token, int head, int dim, const float4& vector) const {
-    const int64_t i = token * out.stride_token + head * out.stride_head + dim;
-    *reinterpret_cast<float4*>(out.data + 4 * i) = vector;
+  // Stores four neighbouring output elements, as far as they are within the head size.
+  __device__ void StoreOutFour(int token, int head, int dim, const float (&x)[4]) const {
+    if (out_vectors) {
+      const int64_t i = token * out.stride_token + head * out.stride_head + dim;
+      if (dim < v_head_size) {
+        *reinterpret_cast<float4*>(out.data + 4 * i) = make_float4(x[0], x[1], x[2], x[3]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (dim + i < v_head_size) StoreOut(token, head, dim + i, x[i]);
+    }
   }
 
   // Stores two neighbouring elements of a 16-bit output. Needs out_pairs.

@@ -1,11 +1,12 @@
-// simt: any sequence with float32 queries. On CUDA cores, because tensor cores would round the
-// inputs to 11 bits.
+// tile32: any sequence with float32 queries. Tensor cores take each number as two of TF32; CUDA
+// cores compute few rows, and those in which a number is not finite.
 #include <algorithm>
 
 #include "common/tensor_view.h"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/simt_few.cuh"
 #include "cuda/attention/simt_tile.cuh"
+#include "cuda/attention/tf32_tile.cuh"
 #include "cuda/launch.h"
 
 namespace flashxla::attention {
@@ -18,18 +19,18 @@ struct Shape {
   static constexpr bool kOneBuffer = kOneBufferOf;
   static constexpr int kBlocks = kBlocksOf;  // of a multiprocessor
   static constexpr int kBytes =
-      static_cast<int>(std::max(sizeof(SimtTileShared<kDims, kKeys, kWarps, kOneBuffer>),
+      static_cast<int>(std::max(sizeof(FloatTilesShared<kDims, kKeys, kWarps, kOneBuffer>),
                                 sizeof(SimtFewShared<kDims, kWarps>)));
 };
 
 template <typename S, bool kFp8>
 __global__ void __launch_bounds__(32 * S::kWarps, S::kBlocks)
-    SimtKernel(const __grid_constant__ Problem p) {
+    Tile32Kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char shared[];
   // Not in registers, which the arithmetic needs.
   __shared__ __align__(16) char item_storage[sizeof(SimtItem)];
   SimtItem& item = *reinterpret_cast<SimtItem*>(item_storage);
-  using Tile = SimtTile<S::kDims, S::kKeys, S::kWarps, kFp8, S::kOneBuffer>;
+  using Tiles = FloatTiles<S::kDims, S::kKeys, S::kWarps, kFp8, S::kOneBuffer>;
   using Few = SimtFew<S::kDims, S::kWarps, kFp8>;
   TriggerNext();
   WaitForPrevious();
@@ -52,7 +53,9 @@ __global__ void __launch_bounds__(32 * S::kWarps, S::kBlocks)
     if (item.num_rows <= kFewRows && !p.batch_invariant) {
       Few::Attend(p, item, *reinterpret_cast<typename Few::Shared*>(shared));
     } else {
-      Tile::Attend(p, item, *reinterpret_cast<typename Tile::Shared*>(shared));
+      auto& of_tiles = *reinterpret_cast<typename Tiles::Shared*>(shared);
+      Tiles::Begin(p, item, of_tiles);
+      if (!Tf32Tile<Tiles>::Attend(p, item, of_tiles)) SimtTile<Tiles>::Attend(p, item, of_tiles);
     }
   }
 }
@@ -64,20 +67,20 @@ void Launch(const Problem& p, cudaStream_t stream) {
     const int most = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared);
     if (most < S::kBytes) return Launch<Others...>(p, stream);
   }
-  auto* kernel = IsFp8(p.kv_dtype) ? SimtKernel<S, true> : SimtKernel<S, false>;
+  auto* kernel = IsFp8(p.kv_dtype) ? Tile32Kernel<S, true> : Tile32Kernel<S, false>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   LaunchDependent(kernel, S::kBlocks * NumMultiprocessors(), 32 * S::kWarps, S::kBytes, stream, p);
 }
 
-const char* WhyNotSimt(const Facts& facts) {
+const char* WhyNotTile32(const Facts& facts) {
   if (const char* why = WhyOnlyGeneral(facts.problem); why[0] != '\0') return why;
   return facts.problem.q_dtype == FLASHXLA_F32 ? "" : "queries are not float32";
 }
 
-flashxla_status LaunchSimt(const Problem& p, void*, cudaStream_t stream) {
+flashxla_status LaunchTile32(const Problem& p, void*, cudaStream_t stream) {
   if (p.plan.num_sequences == 0) return FLASHXLA_OK;
   if (p.head_size <= 64) {
-    Launch<Shape<64, 64, 4, false, 3>>(p, stream);
+    Launch<Shape<64, 64, 4, false, 2>>(p, stream);
   } else if (p.head_size <= 128) {
     Launch<Shape<128, 64, 4, false, 2>, Shape<128, 32, 4, false, 1>>(p, stream);
   } else {
@@ -88,6 +91,8 @@ flashxla_status LaunchSimt(const Problem& p, void*, cudaStream_t stream) {
 
 }  // namespace
 
-const Engine kSimtEngine = {"simt", "CUDA cores", kRest, WhyNotSimt, nullptr, LaunchSimt};
+const Engine kTile32Engine = {"tile32", "tensor cores, two TF32 numbers for one of float32",
+                              kRest,    WhyNotTile32,
+                              nullptr,  LaunchTile32};
 
 }  // namespace flashxla::attention
