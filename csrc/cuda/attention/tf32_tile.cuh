@@ -1,7 +1,8 @@
-// A q tile of 64 rows of float32 on tensor cores, which round to TF32's 11 bits. So a number is
-// split into two, of 11 bits each, and a product is the sum of three: the fourth, of what is left
-// of both, is below float32's last bit. Sums start anew after some products, since tensor cores cut
-// them off where CUDA cores round.
+// A q tile of 64 rows of float32 on tensor cores, which take TF32, i.e. 11 bits of a number. So a
+// number is split into two, and a product is the sum of three: the fourth, of what is left of both,
+// is about as small as what float32 rounds away. Tensor cores cut off what CUDA cores would round.
+// So the small products have sums of their own, and so have the weighted values of each kv tile,
+// which CUDA cores add to those before.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_TF32_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_TF32_TILE_CUH_
 
@@ -9,7 +10,7 @@
 
 namespace flashxla::attention {
 
-// x = high + low, up to 2^-23 of it, of which tensor cores use as many bits as TF32 has.
+// x = high + low. Tensor cores use 11 bits of both.
 template <int kCount>
 struct SplitFloats {
   uint32_t high[kCount], low[kCount];
@@ -39,6 +40,8 @@ class Tf32Tile {
   // the reason. After Tiles::Begin. All threads of the block must call this.
   __device__ static bool Attend(const Problem& p, const SimtItem& item, Shared& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Row `group` of a product is row `spread`, and so are its columns, so that loads of 16 bytes
+    // have no bank conflicts.
     const int group = lane / 4, t = lane % 4;
     const int spread = group % 2 * 4 + group / 2;
     const int first_row = warp * kRows + spread;      // the other one is 8 rows below
