@@ -343,7 +343,7 @@ def tile_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, tile(rng)), always=True)
 
 
-def simt_call(rng: Rng) -> Call:
+def tile32_call(rng: Rng) -> Call:
     return driver.attention_call(rng, tile32(rng))
 
 
@@ -428,7 +428,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     driver.kv_cache_call,
     few_call,
     wide_call,
-    simt_call,
+    tile32_call,
     driver.merge_states_call,
     alibi_call,
     apart_call,

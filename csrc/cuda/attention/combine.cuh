@@ -56,7 +56,7 @@ struct CombinedRow {
       new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
     }
     new_max = fmaxf(new_max, row_max);
-    const float shift = new_max == -INFINITY ? 0.f : new_max;
+    const float shift = SoftmaxBase(new_max);
     const float old_factor = exp2f(row_max - shift), factor = exp2f(part_max - shift);
     row_max = new_max;
     part_sum = SumOfWarp(part_sum * factor);

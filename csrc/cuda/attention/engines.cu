@@ -48,7 +48,7 @@ const char* WhyOnlyGeneral(const Problem& p) {
   return "";
 }
 
-const char* WhyNoTensorCores(const Problem& p) {
+const char* WhyNot16Bit(const Problem& p) {
   if (const char* why = WhyOnlyGeneral(p); why[0] != '\0') return why;
   return p.q_dtype == FLASHXLA_F32 ? "queries are float32" : "";
 }

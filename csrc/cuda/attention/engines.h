@@ -38,9 +38,9 @@ extern const Engine kSwapEngine, kSplitEngine, kSimtSplitEngine, kWideEngine, kT
 
 // Why only the general engine can serve a call; "" if others can.
 const char* WhyOnlyGeneral(const Problem& problem);
-// Why tensor cores cannot serve a call; "" if they can. Their 16-bit products are exact enough for
-// queries of at most 16 bits.
-const char* WhyNoTensorCores(const Problem& problem);
+// Why the engines of 16-bit products cannot serve a call; "" if they can. These are exact enough
+// for queries of at most 16 bits.
+const char* WhyNot16Bit(const Problem& problem);
 
 // Whether the steps of the few-queries role, the kv tiles of all q tiles, can be counted and shared
 // out in 32 bits.

@@ -106,9 +106,6 @@ struct FloatTiles {
     return (shared.exist[stage][key / kLoads] >> (key % kLoads)) & 1;
   }
 
-  // What scores are relative to: not -inf, of a row that has seen no key.
-  __device__ static float Base(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
-
  private:
   // A warp loads so many keys.
   static constexpr int kLoads = kKeys / kWarps;

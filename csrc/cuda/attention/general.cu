@@ -66,7 +66,7 @@ __device__ void Attend(const Problem& p, const PlannedSequence& s, int index, in
         dot += __shfl_xor_sync(kAllLanes, dot, lanes);
       const float score = p.Score(dot * scale, slope, diagonal - (first + n)) * kLog2e;
       const float new_max = fmaxf(row_max, score);
-      const float base = new_max == -INFINITY ? 0.f : new_max;
+      const float base = SoftmaxBase(new_max);
       const float factor = exp2f(row_max - base), weight = exp2f(score - base);
       row_max = new_max;
       row_sum = row_sum * factor + weight;

@@ -39,6 +39,9 @@ struct PerHead {
   }
 };
 
+// What the scores of a row are relative to: not -inf, where it has seen no key.
+__device__ inline float SoftmaxBase(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
+
 // The end of a row's softmax.
 struct RowEnd {
   float row_max;  // in log2

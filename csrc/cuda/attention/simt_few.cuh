@@ -8,7 +8,7 @@
 
 namespace flashxla::attention {
 
-constexpr int kFewRows = 8;        // q tiles of more rows use SimtTile
+constexpr int kFewRows = 8;        // q tiles of more rows use Tf32Tile
 constexpr int kFewRowsAtOnce = 4;  // the keys are read once per this many rows
 
 template <int kDims, int kWarps>
@@ -95,7 +95,7 @@ class SimtFew {
             score[u] = item.Score(p, row, j, exists[u], dot);
             new_max = fmaxf(new_max, score[u]);
           }
-          const float base = new_max == -INFINITY ? 0.f : new_max;
+          const float base = SoftmaxBase(new_max);
           const float factor = exp2f(row_max[r] - base);
           row_max[r] = new_max;
           row_sum[r] *= factor;
@@ -142,7 +142,7 @@ class SimtFew {
     for (int lanes = kLanes; lanes < 32; lanes *= 2) {
       new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, lanes));
     }
-    const float factor = exp2f(*row_max - (new_max == -INFINITY ? 0.f : new_max));
+    const float factor = exp2f(*row_max - SoftmaxBase(new_max));
     *row_max = new_max;
     *row_sum *= factor;
 #pragma unroll
@@ -165,7 +165,7 @@ class SimtFew {
       float row_max = -INFINITY;
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) row_max = fmaxf(row_max, shared.row_max[warp][r]);
-      const float base = row_max == -INFINITY ? 0.f : row_max;
+      const float base = SoftmaxBase(row_max);
       float row_sum = 0.f, out = 0.f;
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) {

@@ -217,7 +217,8 @@ struct SimtRows {
     for (int quad = 0; quad < kQuads; ++quad) {
       if (quad * kQuadRows >= num_rows) break;
       const float mine =
-          exp2f(row_max[quad] - Base(LargestMax(quad * kQuadRows + lane / kSimtSliceKeys, shared)));
+          exp2f(row_max[quad] -
+                SoftmaxBase(LargestMax(quad * kQuadRows + lane / kSimtSliceKeys, shared)));
 #pragma unroll
       for (int r = 0; r < kQuadRows; ++r) {
         const float factor = __shfl_sync(kAllLanes, mine, r * kSimtSliceKeys);
@@ -247,7 +248,6 @@ struct SimtRows {
 
  private:
   __device__ static int Dim(int part) { return part * 128 + (threadIdx.x & 31) * kPart; }
-  __device__ static float Base(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
 
   __device__ static void Multiply(Part (&x)[kParts], float factor) {
 #pragma unroll
@@ -311,7 +311,7 @@ struct SimtRows {
     for (int step = 1; step < kSimtSliceKeys; step *= 2) {
       new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
     }
-    const float base = Base(new_max);
+    const float base = SoftmaxBase(new_max);
     if (__any_sync(kAllLanes, new_max != row_max[quad])) {
       const float factor = exp2f(row_max[quad] - base);
       row_max[quad] = new_max;
@@ -341,7 +341,7 @@ struct SimtRows {
     float row_sum = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      row_sum += shared.row_sum[w][row] * exp2f(shared.row_max[w][row] - Base(row_max));
+      row_sum += shared.row_sum[w][row] * exp2f(shared.row_max[w][row] - SoftmaxBase(row_max));
     }
     if (partial != nullptr) {
       partial[shape.row_max() + row] = row_max;

@@ -128,7 +128,7 @@ class SimtTile {
     if (__any_sync(kAllLanes, changed)) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float factor = Exp2(row_max[i] - Tiles::Base(new_max[i]));
+        const float factor = Exp2(row_max[i] - SoftmaxBase(new_max[i]));
         row_max[i] = new_max[i];
         row_sum[i] *= factor;
 #pragma unroll
@@ -137,7 +137,7 @@ class SimtTile {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float base = Tiles::Base(row_max[i]);
+      const float base = SoftmaxBase(row_max[i]);
 #pragma unroll
       for (int j = 0; j < kKeysEach; ++j) {
         score[i][j] = Exp2(score[i][j] - base);

@@ -43,7 +43,7 @@ __device__ void CombineWarps(WarpAttention<T, kDims, Out>& part, float* exchange
     const int row = lane / 4 + 8 * r;
     float row_max = -INFINITY, row_sum = 0.f;
     for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, row_maxes[w * kRows + row]);
-    const float base = row_max == -INFINITY ? 0.f : row_max;
+    const float base = SoftmaxBase(row_max);
     for (int w = 0; w < kWarps; ++w) {
       row_sum += row_sums[w * kRows + row] * Exp2(row_maxes[w * kRows + row] - base);
     }
@@ -201,7 +201,7 @@ int64_t SharedBytes(const Problem& p) {
 
 const char* WhyNotSplit(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
+  if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
   if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) < SharedBytes(p)) {
     return "the GPU has too little shared memory";

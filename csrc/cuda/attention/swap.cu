@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
 
 const char* WhyNotSwap(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
+  if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
   return WhyNoCacheBoxes(p, 8);

@@ -52,7 +52,7 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
   float* const factor = factors + own * stride;
   float row_max = -INFINITY, row_sum = 0.f;
   auto add = [&](float other_max, float other_sum) {
-    const float most = fmaxf(row_max, other_max), base = most == -INFINITY ? 0.f : most;
+    const float most = fmaxf(row_max, other_max), base = SoftmaxBase(most);
     row_sum = row_sum * Exp2(row_max - base) + other_sum * Exp2(other_max - base);
     row_max = most;
   };
@@ -82,7 +82,7 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
     const RowEnd row_end = {row_max, row_sum, p.Sink(at.y)};
     if (first_of_lane == 0) p.StoreLse(at.x, at.y, row_end);
     const float whole = row_end.Factor() * p.ValueScale(tile.index, kv_head);
-    const float base = row_max == -INFINITY ? 0.f : row_max;
+    const float base = SoftmaxBase(row_max);
 #pragma unroll 1
     for (int n = first_of_lane; n < stride; n += lanes) {
       factor[n] = n < num_parts ? Exp2(factor[n] - base) * whole : 0.f;

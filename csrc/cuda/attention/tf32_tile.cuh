@@ -165,7 +165,7 @@ class Tf32Tile {
     if (__any_sync(kAllLanes, new_max[0] != row_max[0] || new_max[1] != row_max[1])) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float factor = Exp2(row_max[r] - Tiles::Base(new_max[r]));
+        const float factor = Exp2(row_max[r] - SoftmaxBase(new_max[r]));
         row_max[r] = new_max[r], row_sum[r] *= factor;
 #pragma unroll
         for (int m = 0; m < kGroups; ++m) {
@@ -176,7 +176,7 @@ class Tf32Tile {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float base = Tiles::Base(row_max[r]);
+      const float base = SoftmaxBase(row_max[r]);
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll

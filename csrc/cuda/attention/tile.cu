@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
   }
 }
 
-const char* WhyNotTile(const Facts& facts) { return WhyNoTensorCores(facts.problem); }
+const char* WhyNotTile(const Facts& facts) { return WhyNot16Bit(facts.problem); }
 
 flashxla_status LaunchTile(const Problem& p, void*, cudaStream_t stream) {
   WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {

@@ -135,7 +135,7 @@ struct WarpAttention {
       high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
       high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
       const float new_max = fmaxf(row_max[r], high);
-      const float base = new_max == -INFINITY ? 0.f : new_max;
+      const float base = SoftmaxBase(new_max);
       factor[r] = Exp2(row_max[r] - base);
       max_changed |= new_max != row_max[r];
       row_max[r] = new_max;

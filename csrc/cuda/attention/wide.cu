@@ -80,7 +80,7 @@ bool Gathers(const Problem& p) {
 
 const char* WhyNotWide(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (const char* why = WhyNoTensorCores(p); why[0] != '\0') return why;
+  if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (IsFp8(p.q_dtype) && !IsFp8(p.kv_dtype)) return "fp8 queries of 16-bit keys";
   if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
