@@ -94,13 +94,13 @@ def build(shape: Shape, device: str) -> Batch:
     kv_dtype = torch_dtype(shape.cache_dtype)
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, shape.dim, device=device, dtype=torch_dtype(shape.dtype))
+        return torch.randn(*size, device=device, dtype=torch_dtype(shape.dtype))
 
-    keys, values = (normal(sets * total, shape.page, kv_heads).to(kv_dtype) for _ in range(2))
+    keys, values = (normal(sets * total, shape.page, kv_heads, dim).to(kv_dtype) for dim in shape.dims)
     order = torch.randperm(sets * total, device=device, dtype=torch.int32).view(sets, total)
     return Batch(
         shape=shape,
-        q=[normal(shape.tokens, q_heads).to(torch_dtype(shape.query_dtype)) for _ in range(sets)],
+        q=[normal(shape.tokens, q_heads, shape.dim).to(torch_dtype(shape.query_dtype)) for _ in range(sets)],
         tables=[_table(shape, pages) for pages in order],
         caches=_caches(keys, values, shape.layout),
         keys=keys,

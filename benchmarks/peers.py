@@ -25,6 +25,8 @@ def of_attention(batch: Batch, with_jax: bool) -> list[Contender]:
         return []
     if shape.masked:
         return _of_masks(batch)
+    if max(shape.dims) > 256:
+        return _of_large_heads(batch)
     decode = all(new == 1 for new, _ in shape.lens)
     # PyTorch's and JAX's causal mask is ours for whole prompts only.
     whole = all(new == keys for new, keys in shape.lens)
@@ -48,6 +50,13 @@ def _of_masks(batch: Batch) -> list[Contender]:
     if not shape.softcap and not shape.sinks:
         found.append(flash_varlen(batch))
     return found
+
+
+def _of_large_heads(batch: Batch) -> list[Contender]:
+    """Those that take heads above 256."""
+    powers_of_two = all(dim & (dim - 1) == 0 for dim in batch.shape.dims)
+    flex = Contender("torch FlexAttention", lambda: flex_attention.prepare(batch))
+    return [flex] if powers_of_two and batch.shape.uniform else []
 
 
 def flash_varlen(batch: Batch) -> Contender:

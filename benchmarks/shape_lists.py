@@ -28,6 +28,12 @@ HEAD_SIZES: Changes = {
     "head size 192": {"dim": 192},
     "head size 256": {"dim": 256, "heads": (16, 4)},
 }
+# Values with heads of another size, and heads above 256. Latent attention has the last ones: in prompts the first.
+APART: Changes = {
+    "head sizes 192 and 128": {"dim": 192, "v_dim": 128, "heads": (16, 16)},
+    "head size 512": {"dim": 512, "heads": (8, 2)},
+    "head sizes 576 and 512": {"dim": 576, "v_dim": 512, "heads": (16, 1)},
+}
 HEADS: Changes = {
     "32 heads on 32": {"heads": (32, 32)},
     "32 heads on 1": {"heads": (32, 1)},
@@ -83,6 +89,9 @@ PREFILL_MORE = (
             "all fp8, head size 64": {**ALL_FP8, "dim": 64},
             "all fp8, head size 256": {**ALL_FP8, "dim": 256, "heads": (16, 4)},
             "pages of 1, head size 256": {"page": 1, "dim": 256, "heads": (16, 4)},
+            "fp8 cache, pages of 4": {**FP8_CACHE, "page": 4},
+            "fp8 cache, pages of 1": {**FP8_CACHE, "page": 1},
+            **APART,
         },
     ),
     *PREFILL_FLOAT32,
@@ -116,7 +125,12 @@ DECODE_MORE = (
     Shape("64 x 2k, 4 queries each", ((4, 2048),) * 64),
     Shape("64 x 2k, 8 queries each", ((8, 2048),) * 64),
     Shape("64 x 2k, 16 queries each", ((16, 2048),) * 64),
-    *changed(_WIDE, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
+    *changed(_WIDE, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS, **APART}),
+    *changed(
+        _WIDE,
+        {"head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)}},
+    ),
+    *changed(Shape("1 x 16k", newest(16384)), APART),
     dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),
     dataclasses.replace(_SKEW_A, name="skew A, fp8 cache", cache="fp8_e4m3"),
     *DECODE_FLOAT32,

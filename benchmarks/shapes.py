@@ -17,6 +17,7 @@ class Shape:
     lens: Lens
     heads: tuple[int, int] = (32, 8)  # of queries, of keys
     dim: int = 128
+    v_dim: int | None = None  # of values, where it is another
     page: int = 16
     dtype: str = "bfloat16"
     cache: str = "auto"  # or "fp8_e4m3"
@@ -30,6 +31,11 @@ class Shape:
     batch_invariant: bool = False
     seqs: int | None = None  # padded to so many sequences (of a token each)
     table_width: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head sizes of keys and of values."""
+        return self.dim, self.v_dim or self.dim
 
     @property
     def plain(self) -> bool:
@@ -104,7 +110,7 @@ def _pairs(first: int, end: int, window: int | None) -> int:
 
 def flops(shape: Shape) -> float:
     """Of the two products."""
-    return 4.0 * shape.dim * shape.heads[0] * visible_pairs(shape)
+    return 2.0 * sum(shape.dims) * shape.heads[0] * visible_pairs(shape)
 
 
 def kv_bytes(shape: Shape) -> float:
@@ -112,13 +118,13 @@ def kv_bytes(shape: Shape) -> float:
     keys = sum(
         keys if shape.window is None else min(keys, new - 1 + shape.window) for new, keys in shape.lens
     )
-    return 2.0 * keys * shape.heads[1] * shape.dim * _ITEM_BYTES[shape.cache_dtype]
+    return 1.0 * keys * shape.heads[1] * sum(shape.dims) * _ITEM_BYTES[shape.cache_dtype]
 
 
 def qo_bytes(shape: Shape) -> float:
     """Of the queries and the results."""
-    item_bytes = _ITEM_BYTES[shape.query_dtype] + _ITEM_BYTES[shape.dtype]
-    return 1.0 * shape.tokens * shape.heads[0] * shape.dim * item_bytes
+    items = zip(shape.dims, (shape.query_dtype, shape.dtype), strict=True)
+    return 1.0 * shape.tokens * shape.heads[0] * sum(dim * _ITEM_BYTES[dtype] for dim, dtype in items)
 
 
 def prompts(*lens: int) -> Lens:

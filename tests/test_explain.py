@@ -180,8 +180,8 @@ def test_other_head_sizes_are_a_reason_on_a_gpu() -> None:
     caches = tuple(jax.ShapeDtypeStruct((P, B, HK, dim), "bfloat16") for dim in (576, 512))
     query = jax.ShapeDtypeStruct((T, HQ, 576), "bfloat16")
     got = flashxla.explain("paged_attention", query, caches, *rest, platform="cuda")
-    assert got.few_queries.startswith("general:") and got.many_queries.startswith("general:")
-    assert "head sizes 576 and 512" in got.reason
+    assert got.few_queries.startswith("large_split:") and got.many_queries.startswith("large_split:")
+    assert "576 and 512, is above 256" in got.reason
 
 
 @pytest.mark.parametrize("lse", [False, True])

@@ -316,11 +316,16 @@ def tile32(rng: Rng) -> Sizes:
     )
 
 
+def other_values(rng: Rng, sizes: Sizes, step: int = 1) -> Sizes:
+    """Sometimes with values of another head size."""
+    return sizes._replace(v_dim=step * int(rng.integers(1, 256 // step + 1))) if rng.random() < 0.3 else sizes
+
+
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 
 def few_call(rng: Rng) -> Call:
-    return bounded(rng, driver.attention_call(rng, few_queries(rng)), always=False)
+    return bounded(rng, driver.attention_call(rng, other_values(rng, few_queries(rng))), always=False)
 
 
 def chunk_call(rng: Rng) -> Call:
@@ -328,27 +333,27 @@ def chunk_call(rng: Rng) -> Call:
 
 
 def wide_call(rng: Rng) -> Call:
-    call = driver.attention_call(rng, wide(rng))
+    call = driver.attention_call(rng, other_values(rng, wide(rng), 8))
     call.tensors.pop("alibi_slopes", None)
     return bounded(rng, call, always=True)
 
 
 def alibi_call(rng: Rng) -> Call:
-    call = driver.attention_call(rng, wide(rng))
+    call = driver.attention_call(rng, other_values(rng, wide(rng), 8))
     call.tensors["alibi_slopes"] = rng.random(call.tensors["q"].shape[1:2]).astype(np.float32)
     return bounded(rng, call, always=True)
 
 
 def tile_call(rng: Rng) -> Call:
-    return bounded(rng, driver.attention_call(rng, tile(rng)), always=True)
+    return bounded(rng, driver.attention_call(rng, other_values(rng, tile(rng))), always=True)
 
 
 def tile32_call(rng: Rng) -> Call:
-    return driver.attention_call(rng, tile32(rng))
+    return driver.attention_call(rng, other_values(rng, tile32(rng)))
 
 
 def apart_call(rng: Rng) -> Call:
-    """general: head sizes of keys and values apart, or large ones; few queries or many."""
+    """large and general: head sizes above 256. Any, of keys and values apart; few queries or many."""
     len_q = rng.integers(0, 4, 4) if rng.random() < 0.5 else rng.integers(0, 60, 2)
     q_dtype = pick(rng, *FLOATS, *FP8)
     dim, v_dim = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))

@@ -55,7 +55,17 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
     assert re.search(r"SUMMARY: .*\b0 errors", output), output[-2000:]
     assert f"done: {CALLS[tool]} calls of seed {seed}" in output
     served = output.rpartition("done: ")[2]
-    engines = ["split", "split32", "tile", "tile32", "general", "tile of gradients", "general of gradients"]
+    engines = [
+        "split",
+        "split32",
+        "tile",
+        "tile32",
+        "large",
+        "large_split",
+        "general",
+        "tile of gradients",
+        "general of gradients",
+    ]
     if re.search(r"\bwide \d", served):  # on Hopper
         engines += ["swap", "wide of gradients"]
     for engine in engines:

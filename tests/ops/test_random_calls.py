@@ -59,6 +59,11 @@ def lens_of(rng: Rng, queries: np.ndarray, most_keys: int) -> Lens:
     return tuple(zip(queries.tolist(), keys.tolist(), strict=True))
 
 
+def values_dim(rng: Rng, step: int = 1) -> int | None:
+    """The values' head size: most often that of the keys."""
+    return pick(rng, None, None, None, step * int(rng.integers(1, 256 // step + 1)))  # type: ignore[no-any-return]
+
+
 def few(rng: Rng) -> dict[str, Any]:
     """Decoding, and a few queries: swap, or split where TMA does not take the keys."""
     group = pick(rng, 1, 2, 3, 4, 5, 7, 8, 16, 64, 100)
@@ -71,6 +76,7 @@ def few(rng: Rng) -> dict[str, Any]:
         "group": group,
         "dtype": pick(rng, *SIXTEEN),
         "dim": pick(rng, 64, 128, 256, rng.integers(1, 257)),
+        "v_dim": values_dim(rng),
     }
 
 
@@ -102,6 +108,7 @@ def wide(rng: Rng) -> dict[str, Any]:
         "group": pick(rng, 1, 1, 2, 4),
         "dtype": pick(rng, *SIXTEEN),
         "dim": pick(rng, 64, 128, 256, 8 * rng.integers(1, 33)),
+        "v_dim": values_dim(rng, 8),
         "page": pick(rng, None, 8, 16, 24, 64, int(rng.integers(1, 21))),
         "cache": pick(rng, "same", "same", *FP8),
     }
@@ -116,6 +123,7 @@ def tile(rng: Rng) -> dict[str, Any]:
         "group": pick(rng, 4, 5, 6),
         "dtype": pick(rng, *SIXTEEN),
         "dim": pick(rng, 64, 128, 256, rng.integers(1, 257)),
+        "v_dim": values_dim(rng),
         **why,
     }
 
@@ -138,7 +146,7 @@ def float32(rng: Rng) -> dict[str, Any]:
 
 
 def apart(rng: Rng) -> dict[str, Any]:
-    """general: head sizes of keys and values apart, or larger than other engines take."""
+    """Head sizes of keys and values apart, or above 256: large and general."""
     dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), tuple(rng.integers(1, 513, 2)))
     base = pick(rng, few, tile, float32)(rng)
     group = min(base["group"], 8)
@@ -319,7 +327,7 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "fp8": (lambda f, rng: attend(f, rng, fp8), ("swap", "split", "wide", "tile")),
     "float32": (lambda f, rng: attend(f, rng, float32), ("split32", "tile32")),
     "anything": (lambda f, rng: attend(f, rng, anything), ("tile32", "swap", "split", "wide", "tile")),
-    "apart": (lambda f, rng: attend(f, rng, apart), ("general",)),
+    "apart": (lambda f, rng: attend(f, rng, apart), ("large_split", "large", "general")),
     "differentiate": (differentiate, ("wide", "tile", "general")),
     "write_and_attend": (write_and_attend, ("tile32", "swap", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void LaunchCombine(const Problem& p, void* workspace, cudaStream_t stream) {
   const SplitWorkspace parts(p, workspace);
-  WithInstance(FLASHXLA_BF16, parts.shape.dims, false, [&](auto, auto dims, auto) {
+  CombinedHeadSizes::With(parts.shape.dims, [&](auto dims) {
     LaunchDependent(CombineKernel<decltype(dims)::value>, 2 * NumMultiprocessors(), kThreads, 0,
                     stream, p, parts);
   });

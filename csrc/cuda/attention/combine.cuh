@@ -16,8 +16,8 @@ __device__ inline void StoreIdle(const Problem& p, int token, bool in_sequence) 
   const int size = p.out_dtype == FLASHXLA_F32 ? 4 : 2;
   char* row = p.out.data + token * p.out.stride_token * size;
   const int64_t stride = p.out.stride_head * size;
-  const int vectors = p.v_head_size * size / 16;
-  const bool aligned = p.out.stride_dim == 1 && p.v_head_size * size % 16 == 0 &&
+  const int vectors = p.v.head_size * size / 16;
+  const bool aligned = p.out.stride_dim == 1 && p.v.head_size * size % 16 == 0 &&
                        stride % 16 == 0 && reinterpret_cast<uintptr_t>(row) % 16 == 0;
   for (int head = 0; head < p.num_heads; ++head) {
     if (aligned) {
@@ -25,7 +25,7 @@ __device__ inline void StoreIdle(const Problem& p, int token, bool in_sequence) 
         reinterpret_cast<uint4*>(row + head * stride)[i] = make_uint4(0, 0, 0, 0);
       }
     } else {
-      for (int d = lane; d < p.v_head_size; d += 32) p.StoreOut(token, head, d, 0.f);
+      for (int d = lane; d < p.v.head_size; d += 32) p.StoreOut(token, head, d, 0.f);
     }
     if (lane == 0) p.StoreLse(token, head, in_sequence ? p.Sink(head) : -INFINITY);
   }
@@ -84,10 +84,10 @@ struct CombinedRow {
       const int d = Dim(i / kVector) + i % kVector;
       const float pair[2] = {out[i] * whole, out[i + 1] * whole};
       if (p.out_pairs) {
-        if (d < p.v_head_size) p.StoreOutPair(token, head, d, pair);
+        if (d < p.v.head_size) p.StoreOutPair(token, head, d, pair);
       } else {
-        if (d < p.v_head_size) p.StoreOut(token, head, d, pair[0]);
-        if (d + 1 < p.v_head_size) p.StoreOut(token, head, d + 1, pair[1]);
+        if (d < p.v.head_size) p.StoreOut(token, head, d, pair[0]);
+        if (d + 1 < p.v.head_size) p.StoreOut(token, head, d + 1, pair[1]);
       }
     }
   }
@@ -99,7 +99,8 @@ template <int kDims>
 __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, int kv_head,
                            int block, const SplitTile& tile, int row) {
   using Row = CombinedRow<kDims>;
-  constexpr int kAhead = 8;  // parts whose values are fetched together, before they are used
+  // Parts whose values are fetched together, before they are used.
+  constexpr int kAhead = kDims <= 256 ? 8 : 2;
   const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
   auto part = [&](int n) { return workspace.partial(kv_head, block + n, n == 0 && tile.back); };
   typename Row::Values ahead[kAhead];

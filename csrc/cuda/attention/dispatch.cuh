@@ -16,7 +16,7 @@ struct Type {
   using type = T;
 };
 
-// The largest head size of every engine but the general one.
+// The largest head size of most engines.
 constexpr int kMaxUsualHeadSize = 256;
 
 // The head sizes that have an instance, in ascending order.
@@ -37,6 +37,8 @@ struct HeadSizes {
 };
 
 using UsualHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize>;
+// Of partial results: also of larger heads, up to the largest of values.
+using CombinedHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize, 512>;
 // Of the engines for prompts and training on Hopper, whose time goes with the head size.
 using WideHeadSizes = HeadSizes<64, 128, 192, kMaxUsualHeadSize>;
 

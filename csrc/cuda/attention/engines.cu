@@ -12,8 +12,9 @@ namespace flashxla::attention {
 namespace {
 
 // For each role the fastest engine comes first.
-constexpr const Engine* kEngines[] = {&kSwapEngine, &kSplitEngine,  &kSimtSplitEngine, &kWideEngine,
-                                      &kTileEngine, &kTile32Engine, &kGeneralEngine};
+constexpr const Engine* kEngines[] = {&kSwapEngine,       &kSplitEngine, &kSimtSplitEngine,
+                                      &kLargeSplitEngine, &kWideEngine,  &kTileEngine,
+                                      &kTile32Engine,     &kLargeEngine, &kGeneralEngine};
 
 // The rows of swap's q tiles if no sequence has more than `longest` rows per KV head. Those of 32
 // rows are for two thread blocks on a multiprocessor.
@@ -32,13 +33,7 @@ const char* WhyNotMany(const Facts& facts, const ManyShape& shape) {
 
 }  // namespace
 
-const char* WhyOnlyGeneral(const Problem& p) {
-  if (p.head_size != p.v_head_size || p.head_size > kMaxUsualHeadSize) {
-    static thread_local char why[64];  // valid until this thread's next call
-    std::snprintf(why, sizeof(why), "head sizes %d and %d need the general kernel", p.head_size,
-                  p.v_head_size);
-    return why;
-  }
+const char* WhyMixedDtypes(const Problem& p) {
   if (p.out_dtype != (IsFp8(p.q_dtype) ? int32_t{FLASHXLA_BF16} : p.q_dtype)) {
     return "out and the queries differ in dtype";
   }
@@ -48,8 +43,18 @@ const char* WhyOnlyGeneral(const Problem& p) {
   return "";
 }
 
+const char* WhyNotUsual(const Problem& p) {
+  if (p.LargerHeadSize() > kMaxUsualHeadSize) {
+    static thread_local char why[64];  // valid until this thread's next call
+    std::snprintf(why, sizeof(why), "a head size, of %d and %d, is above %d", p.k.head_size,
+                  p.v.head_size, kMaxUsualHeadSize);
+    return why;
+  }
+  return WhyMixedDtypes(p);
+}
+
 const char* WhyNot16Bit(const Problem& p) {
-  if (const char* why = WhyOnlyGeneral(p); why[0] != '\0') return why;
+  if (const char* why = WhyNotUsual(p); why[0] != '\0') return why;
   return p.q_dtype == FLASHXLA_F32 ? "queries are float32" : "";
 }
 
@@ -81,9 +86,11 @@ Choice ChooseEngines(const Facts& facts) {
     const bool swap = choice.engines[kFew] == &kSwapEngine;
     choice.all_few = few_rows;
     choice.few_chunks = swap && countable && !choice.all_few;
-    p.few_q_tile_rows = !swap             ? kSplitQTileRows
+    const bool large = choice.engines[kFew] == &kLargeSplitEngine;
+    p.few_q_tile_rows = large             ? kRestQTileRows
+                        : !swap           ? kSplitQTileRows
                         : !choice.all_few ? kSwapQTileRows
-                                          : SwapQTileRows(longest, p.head_size);
+                                          : SwapQTileRows(longest, p.LargerHeadSize());
     choice.few_combines = swap;
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.make_plan =

@@ -34,10 +34,12 @@ struct Engine {
 };
 
 extern const Engine kSwapEngine, kSplitEngine, kSimtSplitEngine, kWideEngine, kTileEngine,
-    kTile32Engine, kGeneralEngine;
+    kTile32Engine, kLargeEngine, kLargeSplitEngine, kGeneralEngine;
 
-// Why only the general engine can serve a call; "" if others can.
-const char* WhyOnlyGeneral(const Problem& problem);
+// Why only the general engine can serve a call's dtypes; "" if others can.
+const char* WhyMixedDtypes(const Problem& problem);
+// Why the engines of heads up to kMaxUsualHeadSize cannot serve a call; "" if they can.
+const char* WhyNotUsual(const Problem& problem);
 // Why the engines of 16-bit products cannot serve a call; "" if they can. These are exact enough
 // for queries of at most 16 bits.
 const char* WhyNot16Bit(const Problem& problem);

@@ -25,7 +25,7 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length) {
 
 int NumFewBlocks(const Problem& p) {
   const int per_multiprocessor =
-      FewBlocksEach(UsualHeadSizes::Bucket(p.head_size), p.few_q_tile_rows);
+      FewBlocksEach(UsualHeadSizes::Bucket(p.LargerHeadSize()), p.few_q_tile_rows);
   // Without a GPU, the most that any GPU gets: then the workspace is large enough for each.
   const int blocks =
       CurrentDevice() < 0 ? kMaxFewBlocks : NumMultiprocessors() * per_multiprocessor;
@@ -33,7 +33,7 @@ int NumFewBlocks(const Problem& p) {
 }
 
 int NumLoneBlocks(const Problem& p) {
-  const int each = FewBlocksEach(UsualHeadSizes::Bucket(p.head_size), p.few_q_tile_rows);
+  const int each = FewBlocksEach(UsualHeadSizes::Bucket(p.LargerHeadSize()), p.few_q_tile_rows);
   return each > 1 ? NumMultiprocessors() / p.num_kv_heads : 0;
 }
 

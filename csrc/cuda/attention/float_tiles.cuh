@@ -143,14 +143,14 @@ struct FloatTiles {
     if (kFp8 || !p.kv_vectors) return LoadFloats(p, c, offset, places.mask, to);
     const uint32_t address = SharedAddress(to);
     const auto mine = reinterpret_cast<unsigned long long>(c.data + offset * 4);
-    const int dims = (p.head_size + 15) / 16 * 16;  // matrix instructions read these
+    const int dims = (c.head_size + 15) / 16 * 16;  // matrix instructions read these
     auto start = [&](auto all) {
       ForEachChunk([&](int key, int d) {
         const auto from = __shfl_sync(kAllLanes, mine, key);
         if (d >= dims) return;
         const bool exists = decltype(all)::value || ((places.mask >> key) & 1);
         CopyAsync16(address + (key * kStride + d) * 4, reinterpret_cast<const float*>(from) + d,
-                    exists && d < p.head_size);
+                    exists && d < c.head_size);
       });
     };
     (places.mask & kWarpMask) == kWarpMask ? start(std::true_type()) : start(std::false_type());

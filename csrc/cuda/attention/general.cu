@@ -34,8 +34,8 @@ __device__ void Attend(const Problem& p, const PlannedSequence& s, int index, in
   const int lane = threadIdx.x % kLanes;
   const int kv_head = head / p.group_size, query = token - s.first_query;
   float q[kKeyDims], out[kValueDims] = {};
-  LoadRow(p.q.data, token * p.q.stride_token + head * p.q.stride_head, p.q.stride_dim, p.head_size,
-          p.q_dtype, q);
+  LoadRow(p.q.data, token * p.q.stride_token + head * p.q.stride_head, p.q.stride_dim,
+          p.k.head_size, p.q_dtype, q);
   const float scale = p.ScoreScale(index, kv_head), slope = p.alibi_slopes.at(index, head, 0.f);
   const int64_t diagonal = int64_t{query} + s.length - s.num_queries;
   float row_max = -INFINITY, row_sum = 0.f;
@@ -54,11 +54,11 @@ __device__ void Attend(const Problem& p, const PlannedSequence& s, int index, in
       LoadRow(
           p.k.data,
           key_block * p.k.stride_block + key_place * p.k.stride_token + kv_head * p.k.stride_head,
-          p.k.stride_dim, p.head_size, kDtype, k);
+          p.k.stride_dim, p.k.head_size, kDtype, k);
       LoadRow(
           p.v.data,
           key_block * p.v.stride_block + key_place * p.v.stride_token + kv_head * p.v.stride_head,
-          p.v.stride_dim, p.v_head_size, kDtype, v);
+          p.v.stride_dim, p.v.head_size, kDtype, v);
       float dot = 0.f;
 #pragma unroll
       for (int i = 0; i < kKeyDims; ++i) dot = fmaf(q[i], k[i], dot);
@@ -83,7 +83,7 @@ __device__ void Attend(const Problem& p, const PlannedSequence& s, int index, in
 #pragma unroll
   for (int i = 0; i < kValueDims; ++i) {
     const int d = i * kLanes + lane;
-    if (d < p.v_head_size) p.StoreOut(token, head, d, out[i] * whole);
+    if (d < p.v.head_size) p.StoreOut(token, head, d, out[i] * whole);
   }
 }
 

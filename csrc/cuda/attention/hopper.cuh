@@ -36,6 +36,10 @@ __device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
+// Arrives once this thread's copies (CopyAsync16) are there.
+__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

@@ -85,11 +85,9 @@ struct KeyLoader {
     if (!p.kv_near) return StartFar(p, places, k, v, stage);
     const int lane = threadIdx.x & 31;
     const int chunk = lane % kChunks, lane_row = lane / kChunks;
-    if (p.head_size < kDims && chunk * 16 >= p.head_size * kElementSize) {
-      k = nullptr;
-    } else {
-      k += chunk * 16, v += chunk * 16;
-    }
+    const bool in_k = chunk * 16 < p.k.head_size * kElementSize;
+    const bool in_v = chunk * 16 < p.v.head_size * kElementSize;
+    k += chunk * 16, v += chunk * 16;
     // In units of 16 bytes, offsets fit 32 bits (kv_near).
     const auto vector_k = static_cast<uint32_t>(places.OffsetIn(p.k) / (16 / kElementSize));
     const auto vector_v = static_cast<uint32_t>(places.OffsetIn(p.v) / (16 / kElementSize));
@@ -99,11 +97,10 @@ struct KeyLoader {
       const int row = r + lane_row;
       const uint64_t from_k = __shfl_sync(kAllLanes, vector_k, row);
       const uint64_t from_v = __shfl_sync(kAllLanes, vector_v, row);
-      if (k == nullptr) continue;
       const bool valid = (places.mask >> row) & 1;
       const int offset = ChunkOffset<kChunks>(row, chunk);
-      CopyAsync16(to + offset, k + from_k * 16, valid);
-      CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid);
+      if (in_k) CopyAsync16(to + offset, k + from_k * 16, valid);
+      if (in_v) CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid);
     }
   }
 
@@ -120,10 +117,14 @@ struct KeyLoader {
       const int64_t from_k = __shfl_sync(kAllLanes, offset_k, row) * kElementSize;
       const int64_t from_v = __shfl_sync(kAllLanes, offset_v, row) * kElementSize;
       const bool valid = (places.mask >> row) & 1;
-      for (int chunk = lane; chunk * 16 < p.head_size * kElementSize; chunk += 32) {
+      for (int chunk = lane; chunk < kChunks; chunk += 32) {
         const int offset = ChunkOffset<kChunks>(row, chunk);
-        CopyAsync16(to + offset, k + from_k + chunk * 16, valid);
-        CopyAsync16(to + kHalfBytes + offset, v + from_v + chunk * 16, valid);
+        if (chunk * 16 < p.k.head_size * kElementSize) {
+          CopyAsync16(to + offset, k + from_k + chunk * 16, valid);
+        }
+        if (chunk * 16 < p.v.head_size * kElementSize) {
+          CopyAsync16(to + kHalfBytes + offset, v + from_v + chunk * 16, valid);
+        }
       }
     }
   }
@@ -138,13 +139,17 @@ struct KeyLoader {
       const int64_t from_k = __shfl_sync(kAllLanes, offset_k, row);
       const int64_t from_v = __shfl_sync(kAllLanes, offset_v, row);
       const bool valid = (places.mask >> row) & 1;
-      for (int d = lane; d < p.head_size; d += 32) {
-        char* to =
-            stage + ChunkOffset<kChunks>(row, d / kPerChunk) + (d % kPerChunk) * kElementSize;
+      auto place = [&](int d) {
+        return reinterpret_cast<Element*>(stage + ChunkOffset<kChunks>(row, d / kPerChunk)) +
+               d % kPerChunk;
+      };
+      for (int d = lane; d < p.k.head_size; d += 32) {
         const auto* key = reinterpret_cast<const Element*>(k) + from_k + d * p.k.stride_dim;
+        *place(d) = valid ? *key : Element{0};
+      }
+      for (int d = lane; d < p.v.head_size; d += 32) {
         const auto* value = reinterpret_cast<const Element*>(v) + from_v + d * p.v.stride_dim;
-        *reinterpret_cast<Element*>(to) = valid ? *key : Element{0};
-        *reinterpret_cast<Element*>(to + kHalfBytes) = valid ? *value : Element{0};
+        place(d)[kHalfBytes / kElementSize] = valid ? *value : Element{0};
       }
     }
   }

@@ -14,7 +14,8 @@ PerHead HeadsOf(const flashxla_tensor& t) {
 }
 
 Cache CacheOf(const CacheView& view) {
-  return {view.data, view.stride_block, view.stride_token, view.stride_head, view.stride_dim};
+  return {view.data,        view.stride_block, view.stride_token,
+          view.stride_head, view.stride_dim,   static_cast<int32_t>(view.head_size)};
 }
 
 Rows RowsOf(const flashxla_tensor& t) {
@@ -30,10 +31,10 @@ bool IsNear(const Cache& c, const CacheView& view, int64_t size) {
          last * size / 16 < (int64_t{1} << 32);
 }
 
-bool InVectors(const Cache& c, int64_t head_size, int64_t size) {
+bool InVectors(const Cache& c, int64_t size) {
   constexpr int64_t kVector = 16;
   return c.stride_dim == 1 && reinterpret_cast<uintptr_t>(c.data) % kVector == 0 &&
-         head_size * size % kVector == 0 && c.stride_block * size % kVector == 0 &&
+         c.head_size * size % kVector == 0 && c.stride_block * size % kVector == 0 &&
          c.stride_token * size % kVector == 0 && c.stride_head * size % kVector == 0;
 }
 
@@ -79,8 +80,6 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.group_size = p.num_heads / p.num_kv_heads;
   p.q_bytes = BytesOf(p.q, p.num_tokens, p.num_heads, k.head_size, args.q.dtype);
   p.by_group_size = FastDivide(p.group_size);
-  p.head_size = static_cast<int32_t>(k.head_size);
-  p.v_head_size = static_cast<int32_t>(v.head_size);
   p.block_shift = LogOf(k.block_size);
   p.q_dtype = static_cast<int32_t>(args.q.dtype);
   p.kv_dtype = static_cast<int32_t>(args.kv_dtype);
@@ -96,7 +95,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.sinks = args.sinks.data;
   p.sinks_stride = args.sinks.stride[0];
   const int64_t size = ElementSize(args.kv_dtype);
-  p.kv_vectors = InVectors(p.k, k.head_size, size) && InVectors(p.v, v.head_size, size);
+  p.kv_vectors = InVectors(p.k, size) && InVectors(p.v, size);
   p.kv_near = IsNear(p.k, k, size) && IsNear(p.v, v, size);
   p.q_pairs = InPairs(p.q, args.q.dtype, k.head_size);
   p.out_pairs = InPairs(p.out, args.out.dtype, v.head_size);

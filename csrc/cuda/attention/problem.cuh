@@ -27,6 +27,7 @@ struct Rows {
 struct Cache {
   const char* data;
   int64_t stride_block, stride_token, stride_head, stride_dim;
+  int32_t head_size;
 };
 
 // f32 [S, H], broadcast with zero strides. An absent one reads as `none`.
@@ -69,15 +70,14 @@ struct Problem {
   int64_t q_bytes;  // from the first element to the last; 0 if some lie before the first
   float* lse;       // may be null
   int64_t lse_stride_head, lse_stride_token;
-  Cache k, v;
+  Cache k, v;              // queries have k's head size, outputs v's
   BlockTable block_table;  // null data: dense
   Window window;
   int32_t num_tokens, num_heads, num_kv_heads, group_size;
   FastDivide by_group_size;
-  int32_t head_size, v_head_size;  // of queries and keys; of values and outputs
-  int32_t block_shift;             // log2 of the block size if that is a power of two, else -1
-  int32_t num_few_blocks;          // per KV head, as in the plan; 0: no engine for few queries
-  int32_t few_q_tile_rows;         // likewise
+  int32_t block_shift;      // log2 of the block size if that is a power of two, else -1
+  int32_t num_few_blocks;   // per KV head, as in the plan; 0: no engine for few queries
+  int32_t few_q_tile_rows;  // likewise
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
   // Whether strides and addresses allow 16-byte loads of keys and values, 4-byte loads of 16-bit
   // queries, and 4-byte stores of 16-bit and 16-byte stores of float32 outputs.
@@ -97,6 +97,13 @@ struct Problem {
   bool few_follows;
   // Where that one says whether this one has anything to do; null if it does not.
   int32_t* few_left;
+
+  // The head size that decides which instance serves a call.
+  __host__ __device__ int32_t LargerHeadSize() const {
+    return k.head_size > v.head_size ? k.head_size : v.head_size;
+  }
+  // Whether dims of keys, or of values, are missing in an instance for heads of `dims`.
+  __device__ bool LacksDims(int dims) const { return k.head_size < dims || v.head_size < dims; }
 
   // The keys that at least one of queries [first, last] of a sequence sees.
   __device__ KeyRange Visible(const Sequence& s, int first, int last) const {
@@ -171,14 +178,14 @@ struct Problem {
   __device__ void StoreOutFour(int token, int head, int dim, const float (&x)[4]) const {
     if (out_vectors) {
       const int64_t i = token * out.stride_token + head * out.stride_head + dim;
-      if (dim < v_head_size) {
+      if (dim < v.head_size) {
         *reinterpret_cast<float4*>(out.data + 4 * i) = make_float4(x[0], x[1], x[2], x[3]);
       }
       return;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (dim + i < v_head_size) StoreOut(token, head, dim + i, x[i]);
+      if (dim + i < v.head_size) StoreOut(token, head, dim + i, x[i]);
     }
   }
 

@@ -161,7 +161,7 @@ class SimtFew {
     const float value_scale = p.ValueScale(item.index, item.kv_head);
     for (int i = threadIdx.x; i < kRows * kDims; i += 32 * kWarps) {
       const int r = i / kDims, d = i % kDims;
-      if (first_row + r >= item.num_rows || d >= p.head_size) continue;
+      if (first_row + r >= item.num_rows || d >= p.v.head_size) continue;
       float row_max = -INFINITY;
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) row_max = fmaxf(row_max, shared.row_max[warp][r]);

@@ -101,7 +101,7 @@ __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows
     }
 #pragma unroll
     for (int d = lane; d < kDims; d += 32) {
-      const bool exists = row < item.num_rows && d < p.head_size;
+      const bool exists = row < item.num_rows && d < p.k.head_size;
       float* to = q + row * kStride + d;
       if constexpr (kAsync) {
         CopyAsync4(SharedAddress(to), from + d * p.q.stride_dim, exists);
@@ -117,7 +117,7 @@ template <bool kFp8>
 __device__ float4 LoadFour(const Problem& p, const Cache& c, int64_t offset, int d) {
   const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
   if (p.kv_vectors) {  // which implies that the head size is a multiple of four
-    if (d >= p.head_size) return make_float4(0.f, 0.f, 0.f, 0.f);
+    if (d >= c.head_size) return make_float4(0.f, 0.f, 0.f, 0.f);
     if constexpr (kFp8) {
       const uint32_t bits = *reinterpret_cast<const uint32_t*>(c.data + offset + d);
       const float2 low = DecodeFp8x2(static_cast<uint16_t>(bits), e5m2);
@@ -128,7 +128,7 @@ __device__ float4 LoadFour(const Problem& p, const Cache& c, int64_t offset, int
     }
   }
   auto load = [&](int i) {
-    if (i >= p.head_size) return 0.f;
+    if (i >= c.head_size) return 0.f;
     const int64_t at = offset + i * c.stride_dim;
     if constexpr (kFp8) {
       return DecodeFp8(reinterpret_cast<const uint8_t*>(c.data)[at], e5m2);

@@ -51,9 +51,12 @@ struct SimtLoader {
 #pragma unroll
       for (int c = 0; c < kChunks; c += kAcross) {
         const int offset = (c + lane % kAcross) * 16;
-        if (offset >= p.head_size * kElementSize) continue;
-        CopyAsync16(to + row * kRowBytes + offset, from_k + offset, valid);
-        CopyAsync16(to + kHalfBytes + row * kRowBytes + offset, from_v + offset, valid);
+        if (offset < p.k.head_size * kElementSize) {
+          CopyAsync16(to + row * kRowBytes + offset, from_k + offset, valid);
+        }
+        if (offset < p.v.head_size * kElementSize) {
+          CopyAsync16(to + kHalfBytes + row * kRowBytes + offset, from_v + offset, valid);
+        }
       }
     }
   }
@@ -74,8 +77,10 @@ struct SimtLoader {
       const auto* from_k = reinterpret_cast<const Element*>(From(k, first + row));
       const auto* from_v = reinterpret_cast<const Element*>(From(v, first + row));
       const bool valid = (mask >> (first + row)) & 1;
-      for (int d = threadIdx.x & 31; d < p.head_size; d += 32) {
+      for (int d = threadIdx.x & 31; d < p.k.head_size; d += 32) {
         to[d] = valid ? from_k[d * p.k.stride_dim] : Element{0};
+      }
+      for (int d = threadIdx.x & 31; d < p.v.head_size; d += 32) {
         to[kSimtSliceKeys * kDims + d] = valid ? from_v[d * p.v.stride_dim] : Element{0};
       }
     }
@@ -232,7 +237,7 @@ struct SimtRows {
       __syncthreads();
       for (int i = threadIdx.x; i < kQuadRows * kDims; i += 32 * kWarps) {
         const int row = quad * kQuadRows + i / kDims, d = i % kDims;
-        if (row >= num_rows || d >= p.head_size) continue;
+        if (row >= num_rows || d >= p.v.head_size) continue;
         float total = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) total += exchange[w * kQuadRows * kDims + i];

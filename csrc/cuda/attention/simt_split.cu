@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kSimtRows))
   extern __shared__ __align__(16) char memory[];
   char* stages = memory + warp * L::kWarpBytes;
   auto& shared = *reinterpret_cast<typename Rows::Shared*>(memory + kWarps * L::kWarpBytes);
-  if (p.head_size < kDims) {  // columns past head_size: see SimtLoader
+  if (p.LacksDims(kDims)) {  // columns past head_size: see SimtLoader
     for (int i = threadIdx.x * 16; i < kWarps * L::kWarpBytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(memory + i) = make_uint4(0, 0, 0, 0);
     }
@@ -119,13 +119,13 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kSimtRows))
 
 template <typename Body>
 void WithSimtInstance(const Problem& p, Body&& body) {
-  WithInstance(FLASHXLA_BF16, p.head_size, IsFp8(p.kv_dtype),
+  WithInstance(FLASHXLA_BF16, p.LargerHeadSize(), IsFp8(p.kv_dtype),
                [&](auto, auto dims, auto is_fp8) { body(dims, is_fp8); });
 }
 
 const char* WhyNotSimtSplit(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (const char* why = WhyOnlyGeneral(p); why[0] != '\0') return why;
+  if (const char* why = WhyNotUsual(p); why[0] != '\0') return why;
   if (p.q_dtype != FLASHXLA_F32) return "queries are not float32";
   if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
   int bytes = 0;

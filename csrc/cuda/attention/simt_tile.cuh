@@ -76,9 +76,9 @@ class SimtTile {
     };
     int d = 0;
 #pragma unroll 1
-    for (; d + 8 <= p.head_size; d += 8) add_four(d), add_four(d + 4);
-    if (d < p.head_size) add_four(d);
-    if (d + 4 < p.head_size) add_four(d + 4);
+    for (; d + 8 <= p.k.head_size; d += 8) add_four(d), add_four(d + 4);
+    if (d < p.k.head_size) add_four(d);
+    if (d + 4 < p.k.head_size) add_four(d + 4);
   }
 
   // Turns dot products into weights and updates the online softmax.

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
   float* exchange = reinterpret_cast<float*>(shared + kWarps * S::kWarpBytes);
   float* row_maxes = exchange + S::kExchangeFloats;
   float* row_sums = row_maxes + kWarps * kRows;
-  if (p.head_size < kDims) {  // columns past head_size: see KeyLoader
+  if (p.LacksDims(kDims)) {  // columns past head_size: see KeyLoader
     for (int i = threadIdx.x * 16; i < kWarps * S::kWarpBytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     }
@@ -193,9 +193,10 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
 
 int64_t SharedBytes(const Problem& p) {
   int64_t bytes = 0;
-  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto, auto dims, auto is_fp8) {
-    bytes = Shared<decltype(dims)::value, decltype(is_fp8)::value>::kBytes;
-  });
+  WithInstance(p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype),
+               [&](auto, auto dims, auto is_fp8) {
+                 bytes = Shared<decltype(dims)::value, decltype(is_fp8)::value>::kBytes;
+               });
   return bytes;
 }
 
@@ -210,16 +211,17 @@ const char* WhyNotSplit(const Facts& facts) {
 }
 
 flashxla_status LaunchSplit(const Problem& p, void* workspace, cudaStream_t stream) {
-  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
-    using T = typename decltype(t)::type;
-    constexpr int kDims = decltype(dims)::value;
-    constexpr bool kFp8 = decltype(is_fp8)::value;
-    constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
-    auto* kernel = SplitKernel<T, kDims, kFp8>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps, kBytes, stream, p,
-                    SplitWorkspace(p, workspace));
-  });
+  WithInstance(p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype),
+               [&](auto t, auto dims, auto is_fp8) {
+                 using T = typename decltype(t)::type;
+                 constexpr int kDims = decltype(dims)::value;
+                 constexpr bool kFp8 = decltype(is_fp8)::value;
+                 constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
+                 auto* kernel = SplitKernel<T, kDims, kFp8>;
+                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+                 LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps,
+                                 kBytes, stream, p, SplitWorkspace(p, workspace));
+               });
   return FLASHXLA_OK;
 }
 

@@ -27,7 +27,7 @@ struct PartialShape {
 
   explicit PartialShape(const Problem& p)
       : rows(p.few_q_tile_rows), dims(IsFp8(p.kv_dtype) ? 128 : 64) {
-    if (p.v_head_size > dims) dims = UsualHeadSizes::Bucket(p.v_head_size);
+    if (p.LargerHeadSize() > dims) dims = CombinedHeadSizes::Bucket(p.LargerHeadSize());
   }
   __host__ __device__ int64_t row_max() const { return int64_t{rows} * dims; }
   __host__ __device__ int64_t row_sum() const { return row_max() + rows; }

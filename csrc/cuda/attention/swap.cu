@@ -179,14 +179,16 @@ void WithShape(const Problem& p, Body&& body) {
   auto with_dims = [&](auto out) {
     if (IsFp8(p.kv_dtype)) {
       const Type<__half> product;
-      if (p.head_size <= 128) {
+      if (p.LargerHeadSize() <= 128) {
         return with_rows(product, out, std::integral_constant<int, 128>{}, std::true_type{});
       }
       return with_rows(product, out, std::integral_constant<int, 256>{}, std::true_type{});
     }
     const std::false_type fp8;
-    if (p.head_size <= 64) return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
-    if (p.head_size <= 128) return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);
+    if (p.LargerHeadSize() <= 64)
+      return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
+    if (p.LargerHeadSize() <= 128)
+      return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);
     with_rows(out, out, std::integral_constant<int, 256>{}, fp8);
   };
   p.out_dtype == FLASHXLA_F16 ? with_dims(Type<__half>{}) : with_dims(Type<__nv_bfloat16>{});
@@ -199,8 +201,8 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.tag = NewCallTag();
   w.num_blocks = FastDivide(p.num_few_blocks);
   w.num_lone_blocks = NumLoneBlocks(p);
-  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
-  w.out_vectors = p.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
+  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.k.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
+  w.out_vectors = p.v.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
   if (!MapCache(p, p.k, columns, w.box_keys, true, &w.k) ||
       !MapCache(p, p.v, columns, w.box_keys, true, &w.v)) {

@@ -133,12 +133,12 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int d = lane * 2 + i * 64;
-        if (d >= p.head_size) continue;
+        if (d >= p.v.head_size) continue;
         if (p.out_pairs) {
           *reinterpret_cast<uint32_t*>(to + d) = Pack<Out>(sum[r][i].x, sum[r][i].y);
         } else {
           to[d * p.out.stride_dim] = static_cast<Out>(sum[r][i].x);
-          if (d + 1 < p.head_size) {
+          if (d + 1 < p.v.head_size) {
             to[(d + 1) * p.out.stride_dim] = static_cast<Out>(sum[r][i].y);
           }
         }

@@ -268,7 +268,7 @@ struct SwapTile {
             const float* x = &out[tile][2 * half];
             const uint32_t pair = Turned(Pack<Out>(x[0] * factors[0], x[1] * factors[1]));
             const int d = tile * 64 + half * 8 + first;
-            if (row < num_rows && d < p.head_size) *reinterpret_cast<uint32_t*>(to + d) = pair;
+            if (row < num_rows && d < p.v.head_size) *reinterpret_cast<uint32_t*>(to + d) = pair;
           }
         }
         return;
@@ -281,7 +281,7 @@ struct SwapTile {
         const float factor = rows.factor[RowOf(i)];
         Out* to = row_of(RowOf(i));
         ForEachDim(i, [&](int d, float x) {
-          if (d < p.head_size) to[d * p.out.stride_dim] = static_cast<Out>(x * factor);
+          if (d < p.v.head_size) to[d * p.out.stride_dim] = static_cast<Out>(x * factor);
         });
       }
       return;
@@ -312,7 +312,7 @@ struct SwapTile {
     for (int i = thread(); i < num_rows * kChunks; i += kWarpgroupThreads) {
       const int row = i / kChunks, d = i % kChunks * 8;
       const uint4 x = LoadShared<uint4>(RowAddress(row, d));
-      if (d < p.head_size) *reinterpret_cast<uint4*>(row_of(row) + d) = x;
+      if (d < p.v.head_size) *reinterpret_cast<uint4*>(row_of(row) + d) = x;
     }
     SyncGroup();  // the next queries come to the same place
   }
@@ -388,7 +388,7 @@ struct SwapTile {
     // Finds the row that vector i belongs to; false if the vector does not exist.
     auto offset_of = [&](int i, int64_t* offset) {
       const int row = i / kChunks, d = i % kChunks * 8;
-      if (row >= num_rows || d >= p.head_size) return false;
+      if (row >= num_rows || d >= p.k.head_size) return false;
       const int2 place = PlaceOf(w, at, kv_head, row);
       *offset = place.x * p.q.stride_token + place.y * p.q.stride_head;
       return true;
@@ -435,7 +435,7 @@ struct SwapTile {
     const int token = s.first_query + s.num_queries, size = p.q_dtype == p.out_dtype ? 2 : 1;
     constexpr int kLines = S::kDims / 64;  // of a head, of 128 bytes
     const int head = thread() / kLines, line = thread() % kLines * 128;
-    if (token >= p.num_tokens || head >= p.group_size || line >= p.head_size * size) return;
+    if (token >= p.num_tokens || head >= p.group_size || line >= p.k.head_size * size) return;
     const int64_t offset =
         token * p.q.stride_token + (kv_head * p.group_size + head) * p.q.stride_head;
     PrefetchL2(p.q.data + offset * size + line);
@@ -485,7 +485,7 @@ struct SwapTile {
   __device__ __noinline__ static void LoadElements(const Problem& p, int64_t offset, int d,
                                                    uint32_t (&x)[4]) {
     auto at = [&](int i) {
-      return i < p.head_size ? LoadFloat(p.q.data, offset + i * p.q.stride_dim, p.q_dtype) : 0.f;
+      return i < p.k.head_size ? LoadFloat(p.q.data, offset + i * p.q.stride_dim, p.q_dtype) : 0.f;
     };
     for (int n = 0; n < 4; ++n) {
       x[n] = Pack<typename S::Out>(at(d + 2 * n), at(d + 2 * n + 1));

@@ -83,7 +83,7 @@ class Tf32Tile {
       for (int i = 0; i < 4; ++i) score[n][i] = 0.f;
     }
 #pragma unroll 1
-    for (int d = 0; d < p.head_size; d += 16) {
+    for (int d = 0; d < p.k.head_size; d += 16) {
       // In whatever order dims are summed up: a lane takes four neighbours, for two products.
       SplitFloats<8> q;
 #pragma unroll
@@ -199,7 +199,7 @@ class Tf32Tile {
     }
 #pragma unroll
     for (int m = 0; m < kGroups; ++m) {
-      if (m * 32 >= p.head_size) break;
+      if (m * 32 >= p.v.head_size) break;
       float sum[4][4] = {}, rest[4][4] = {};
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
@@ -244,7 +244,7 @@ class Tf32Tile {
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            if (m * 32 + half * 16 + t * 4 + j < p.head_size) {
+            if (m * 32 + half * 16 + t * 4 + j < p.v.head_size) {
               probe = fmaf(0.f, out[m][j][2 * r + half], probe);
             }
           }

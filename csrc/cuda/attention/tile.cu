@@ -6,6 +6,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/rest_tile.cuh"
 #include "cuda/attention/warp_attention.cuh"
 
 namespace flashxla::attention {
@@ -35,10 +36,9 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
 
   TriggerNext();
   WaitForPrevious();
-  const int num_tiles = p.plan.totals[kRest];
-  const int num_items = num_tiles * p.num_kv_heads;
+  const int num_items = RestTile::Count(p);
   if (static_cast<int>(blockIdx.x) >= num_items) return;
-  if (p.head_size < kDims) {  // columns past head_size: see KeyLoader
+  if (p.LacksDims(kDims)) {  // columns past head_size: see KeyLoader
     for (int i = threadIdx.x * 16; i < kStages * S::kStageBytes + S::kWideBytes;
          i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
@@ -47,21 +47,15 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
   }
 
   for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-    // Backwards: the last q tiles of a sequence see the most keys and should start first.
-    const int tile = num_tiles - 1 - item / p.num_kv_heads, kv_head = item % p.num_kv_heads;
-    const int index = FindStart(p.plan.rest_starts, p.plan.num_sequences, tile);
-    const PlannedSequence s = p.plan.sequences[index];
-    const int block_row = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
-    const int last_row = min(block_row + kRestQTileRows, s.num_queries * p.group_size) - 1;
-    const KeyRange seen = p.Visible(s, block_row / p.group_size, last_row / p.group_size);
-    const int first = seen.begin / kKvTileKeys * kKvTileKeys, last = seen.end;
+    const RestTile tile(p, item);
+    const int first = tile.seen.begin / kKvTileKeys * kKvTileKeys, last = tile.seen.end;
 
     auto load = [&](int stage, int key) {
       KeyPlaces places = KeyPlaces::None();
       if (key < last) {
-        places = KeyPlaces::Find(p, s, index, key + warp * kSliceKeys);
+        places = KeyPlaces::Find(p, tile.s, tile.index, key + warp * kSliceKeys);
         places.Resolve(p);
-        Loader::Start(p, places, kv_head,
+        Loader::Start(p, places, tile.kv_head,
                       shared + stage * S::kStageBytes + warp * Loader::kStageBytes);
       }
       if (threadIdx.x % 32 == 0) masks[stage * kWarps + warp] = places.mask;
@@ -70,7 +64,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
     load(0, first);
     load(1, first + kKvTileKeys);
     WarpAttention<std::conditional_t<kFp8, __half, T>, kDims, T> rows;
-    rows.Begin(p, s, index, kv_head, block_row + warp * 16);
+    rows.Begin(p, tile.s, tile.index, tile.kv_head, tile.first_row + warp * 16);
     int stage = 0;
     for (int key = first; key < last; key += kKvTileKeys) {
       WaitCopies<kStages - 1>();
@@ -96,7 +90,7 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
     }
     WaitCopies<0>();
     rows.ReduceRowSums();
-    rows.Store(p, s, index, kv_head, block_row + warp * 16);
+    rows.Store(p, tile.s, tile.index, tile.kv_head, tile.first_row + warp * 16);
     __syncthreads();
   }
 }
@@ -104,19 +98,20 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
 const char* WhyNotTile(const Facts& facts) { return WhyNot16Bit(facts.problem); }
 
 flashxla_status LaunchTile(const Problem& p, void*, cudaStream_t stream) {
-  WithInstance(p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
-    using T = typename decltype(t)::type;
-    constexpr int kDims = decltype(dims)::value;
-    constexpr bool kFp8 = decltype(is_fp8)::value;
-    constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
-    auto* kernel = TileKernel<T, kDims, kFp8>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    const int64_t rows = int64_t{p.num_tokens} * p.group_size;
-    const int64_t items = (rows / kRestQTileRows + p.plan.num_sequences) * p.num_kv_heads;
-    const int64_t blocks = int64_t{NumMultiprocessors()} * (kDims > 128 ? 1 : 3);
-    LaunchDependent(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, blocks)), 32 * kWarps,
-                    kBytes, stream, p);
-  });
+  WithInstance(
+      p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
+        using T = typename decltype(t)::type;
+        constexpr int kDims = decltype(dims)::value;
+        constexpr bool kFp8 = decltype(is_fp8)::value;
+        constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
+        auto* kernel = TileKernel<T, kDims, kFp8>;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+        const int64_t rows = int64_t{p.num_tokens} * p.group_size;
+        const int64_t items = (rows / kRestQTileRows + p.plan.num_sequences) * p.num_kv_heads;
+        const int64_t blocks = int64_t{NumMultiprocessors()} * (kDims > 128 ? 1 : 3);
+        LaunchDependent(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, blocks)),
+                        32 * kWarps, kBytes, stream, p);
+      });
   return FLASHXLA_OK;
 }
 

@@ -73,15 +73,15 @@ void Launch(const Problem& p, cudaStream_t stream) {
 }
 
 const char* WhyNotTile32(const Facts& facts) {
-  if (const char* why = WhyOnlyGeneral(facts.problem); why[0] != '\0') return why;
+  if (const char* why = WhyNotUsual(facts.problem); why[0] != '\0') return why;
   return facts.problem.q_dtype == FLASHXLA_F32 ? "" : "queries are not float32";
 }
 
 flashxla_status LaunchTile32(const Problem& p, void*, cudaStream_t stream) {
   if (p.plan.num_sequences == 0) return FLASHXLA_OK;
-  if (p.head_size <= 64) {
+  if (p.LargerHeadSize() <= 64) {
     Launch<Shape<64, 64, 4, false, 2>>(p, stream);
-  } else if (p.head_size <= 128) {
+  } else if (p.LargerHeadSize() <= 128) {
     Launch<Shape<128, 64, 4, false, 2>, Shape<128, 32, 4, false, 1>>(p, stream);
   } else {
     Launch<Shape<256, 32, 4, true, 2>, Shape<256, 16, 4, true, 1>>(p, stream);

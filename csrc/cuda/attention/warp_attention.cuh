@@ -1,13 +1,12 @@
-// Attention of one warp: 16 rows times 16 keys at a time, with an online softmax in float32.
-//
-// A row is one query token of one query head. The heads that share a KV head are neighbouring rows,
-// so that keys are read once for all of them. Lane l holds parts of rows l / 4 and l / 4 + 8.
+// Attention of one warp: 16 rows (WarpRows) times 16 keys at a time, with an online softmax in
+// float32.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WARP_ATTENTION_CUH_
 
 #include <type_traits>
 
 #include "cuda/attention/key_loader.cuh"
+#include "cuda/attention/warp_rows.cuh"
 
 namespace flashxla::attention {
 
@@ -21,41 +20,24 @@ struct WarpAttention {
   uint32_t q[kDims / 16][4];
   float out[kDims / 8][4];       // not normalized yet
   float row_max[2], row_sum[2];  // largest score (log2); this lane's share of the sum
-  float slope[2];
-  int begin[2], end[2];    // keys that each row sees
-  int begin_all, end_all;  // keys that all rows of the tile see
-  int64_t diagonal[2];     // position of each row among the keys
-  float scale;             // factor of the dot products; includes log2(e) if plain
-  float row_scale[2];      // undoes the row's power of two
-  bool plain;              // no softcap, no ALiBi
+  WarpRows rows;
+  float row_scale[2];  // undoes the row's power of two
 
   // Starts a q tile: rows [first_row, first_row + 16) of a sequence and KV head.
   __device__ void Begin(const Problem& p, const Sequence& s, int index, int kv_head,
                         int first_row) {
     const int lane = threadIdx.x & 31;
     const int num_rows = s.num_queries * p.group_size;
-    scale = p.ScoreScale(index, kv_head);
-    plain = p.softcap <= 0.f && p.alibi_slopes.data == nullptr;
-    if (plain) scale *= kLog2e;
-    const int last_row = min(first_row + 15, num_rows - 1);
-    begin_all = p.Visible(s, last_row / p.group_size).begin;
-    end_all = p.Visible(s, first_row / p.group_size).end;
+    rows.Begin(p, s, index, kv_head, first_row);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
       const int query = row / p.group_size, head = kv_head * p.group_size + row % p.group_size;
       const bool exists = row < num_rows;
-      row_max[r] = -INFINITY, row_sum[r] = 0.f, slope[r] = 0.f;
-      begin[r] = 0, end[r] = 0;
-      diagonal[r] = int64_t{query} + s.length - s.num_queries;
-      if (exists) {
-        const KeyRange keys = p.Visible(s, query);
-        begin[r] = keys.begin, end[r] = keys.end;
-        slope[r] = p.alibi_slopes.at(index, head, 0.f);
-      }
+      row_max[r] = -INFINITY, row_sum[r] = 0.f;
       const int64_t base = (s.first_query + query) * p.q.stride_token + head * p.q.stride_head;
       const auto* pairs = reinterpret_cast<const uint32_t*>(p.q.data + base * 2) + lane % 4;
-      const bool fast = p.q_pairs && p.head_size == kDims;
+      const bool fast = p.q_pairs && p.k.head_size == kDims;
 #pragma unroll
       for (int k = 0; k < kDims / 16; ++k) {
 #pragma unroll
@@ -69,7 +51,7 @@ struct WarpAttention {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int d = k * 16 + half * 8 + lane % 4 * 2;
-            if (d < p.head_size) q[k][half * 2 + r] = LoadElements(p, base, d);
+            if (d < p.k.head_size) q[k][half * 2 + r] = LoadElements(p, base, d);
           }
         }
       }
@@ -96,36 +78,14 @@ struct WarpAttention {
         Multiply<T>(score[1], q[k], b[2], b[3]);
       }
     }
-    const bool masked = mask != 0xffffu || first < begin_all || first + kSliceKeys > end_all;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (!std::is_same_v<T, Out>) score[n][i] *= row_scale[i / 2];
-        score[n][i] *= scale;
-      }
-    }
-    if (!plain) {
+    if constexpr (!std::is_same_v<T, Out>) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = first + n * 8 + lane % 4 * 2 + i % 2, r = i / 2;
-          score[n][i] = p.Score(score[n][i], slope[r], diagonal[r] - key) * kLog2e;
-        }
+        for (int i = 0; i < 4; ++i) score[n][i] *= row_scale[i / 2];
       }
     }
-    if (masked) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = n * 8 + lane % 4 * 2 + i % 2, key = first + column, r = i / 2;
-          const bool seen = (mask >> column) & 1 && key >= begin[r] && key < end[r];
-          if (!seen) score[n][i] = -INFINITY;
-        }
-      }
-    }
+    rows.Score(p, first, mask, score);
     float factor[2];
     bool max_changed = false;
 #pragma unroll
@@ -198,7 +158,7 @@ struct WarpAttention {
 #pragma unroll
       for (int n = 0; n < kDims / 8; ++n) {
         const int d = n * 8 + lane % 4 * 2;
-        if (d >= p.head_size) continue;
+        if (d >= p.v.head_size) continue;
         const uint32_t pair = Pack<Out>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
         if (p.out_pairs) {
           *reinterpret_cast<uint32_t*>(to + d) = pair;
@@ -243,15 +203,16 @@ struct WarpAttention {
   // usual case short: a short kernel pays for loading its instructions.
   __device__ __noinline__ static uint32_t LoadElements(const Problem& p, int64_t base, int d) {
     const float x = LoadFloat(p.q.data, base + d * p.q.stride_dim, p.q_dtype);
-    const float y =
-        d + 1 < p.head_size ? LoadFloat(p.q.data, base + (d + 1) * p.q.stride_dim, p.q_dtype) : 0.f;
+    const float y = d + 1 < p.k.head_size
+                        ? LoadFloat(p.q.data, base + (d + 1) * p.q.stride_dim, p.q_dtype)
+                        : 0.f;
     return Pack<Out>(x, y);
   }
   __device__ __noinline__ static void StoreElements(const Problem& p, Out* to, int d,
                                                     uint32_t pair) {
     const Out* x = reinterpret_cast<const Out*>(&pair);
     to[d * p.out.stride_dim] = x[0];
-    if (d + 1 < p.head_size) to[(d + 1) * p.out.stride_dim] = x[1];
+    if (d + 1 < p.v.head_size) to[(d + 1) * p.out.stride_dim] = x[1];
   }
 };
 

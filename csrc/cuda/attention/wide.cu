@@ -42,13 +42,17 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
     LowerRegisters<S::kProducerRegisters>();
     if (!works) return;
     const int warp = threadIdx.x / 32;
-    if (S::kGathers && w.gathers) {
-      if constexpr (S::kGathers) GatherKeys(w, shared, items);
-    } else if constexpr (S::kDirect) {
+    if constexpr (S::kDirect) {
+      if constexpr (S::kGathers) {
+        if (w.gathers) return GatherKeys(w, shared, items);
+      }
       if (warp == 0) LoadKeys<S, false>(w, shared);
       if (warp == 1) LoadKeys<S, true>(w, shared);
       if (warp == 2) LoadQueries(w, shared, items);
     } else if (warp == 0) {
+      if constexpr (S::kGathers) {
+        if (w.gathers) return GatherRaw(w, shared, items);
+      }
       LoadRaw(w, shared, items);
     } else if (!S::kFp8 && w.p.kv_dtype == FLASHXLA_F8E5M2) {
       ConvertKeys<Out, S, true>(w, shared);
@@ -69,13 +73,14 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
 WideKeys KeysOf(const Problem& p) {
   if (!IsFp8(p.kv_dtype)) return WideKeys::kDirect;
   const bool all_e4m3 = p.q_dtype == FLASHXLA_F8E4M3 && p.kv_dtype == FLASHXLA_F8E4M3;
-  if (all_e4m3 && WideHeadSizes::Bucket(p.head_size) <= 128) return WideKeys::kFp8;
+  if (all_e4m3 && WideHeadSizes::Bucket(p.LargerHeadSize()) <= 128) return WideKeys::kFp8;
   return IsFp8(p.q_dtype) ? WideKeys::kAllWidened : WideKeys::kWidened;
 }
 
 // Keys that threads copy, since TMA takes longer.
 bool Gathers(const Problem& p) {
-  return KeysOf(p) == WideKeys::kDirect && KeysOfBox(p, kWideLeastBoxKeys) < kWideLeastBoxKeys;
+  const int least = WideLeastBoxKeys(IsFp8(p.kv_dtype));
+  return KeysOfBox(p, least) < least;
 }
 
 const char* WhyNotWide(const Facts& facts) {
@@ -83,7 +88,9 @@ const char* WhyNotWide(const Facts& facts) {
   if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (IsFp8(p.q_dtype) && !IsFp8(p.kv_dtype)) return "fp8 queries of 16-bit keys";
-  if (p.head_size % 8 != 0) return "the head size is not a multiple of 8";
+  if (p.k.head_size % 8 != 0 || p.v.head_size % 8 != 0) {
+    return "the head size is not a multiple of 8";
+  }
   if (const char* why = WhyNoCacheBoxes(p, 1); why[0] != '\0') return why;
   if (Gathers(p) && !p.kv_near) return "pages that are no multiple of 8 tokens, in 64 GiB or more";
   if (!AreVectors(p.q, p.q_dtype)) {
@@ -108,7 +115,7 @@ bool CanPack(const Problem& p, int q_tile_rows) {
 
 // How the engine works where the keys of q tiles are not divided.
 ManyShape WholeWork(const Problem& p, WideScores scores) {
-  const int dims = WideHeadSizes::Bucket(p.head_size);
+  const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
   const WideKeys keys = KeysOf(p);
   return {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(dims, keys), p.num_heads,
           NumMultiprocessors()};
@@ -146,7 +153,7 @@ WideScores ScoresOf(const Problem& p) {
 // The results of parts of q tiles. As WideWork, this must not depend on the softcap, without which
 // a plan is made.
 int64_t PartialBytes(const Problem& p) {
-  const int dims = WideHeadSizes::Bucket(p.head_size);
+  const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
   return int64_t{kMaxPartials} * WideConsumers(dims, KeysOf(p), ScoresOf(p)) *
          WidePartialVectors(dims) * kWarpgroupThreads * int64_t{sizeof(float4)};
 }
@@ -169,7 +176,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.work = WideWork(p);
   w.num_heads = FastDivide(w.work.num_heads);
   w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
-  w.gathers = S::kGathers && w.box_keys < kWideLeastBoxKeys;
+  w.gathers = S::kGathers && w.box_keys < WideLeastBoxKeys(!S::kDirect);
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
       !MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||
@@ -198,7 +205,7 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
   const WideScores scores = ScoresOf(p);
   const WideKeys keys = KeysOf(p);
   WithInstance<WideHeadSizes>(
-      p.out_dtype, p.head_size, IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
+      p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
         using Out = typename decltype(t)::type;
         constexpr int kDims = decltype(dims)::value;
         if constexpr (!decltype(is_fp8)::value) {

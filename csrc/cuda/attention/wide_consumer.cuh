@@ -56,7 +56,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr bool kOverlap = !kTurns && S::kDirect;
   // Whether sums are scaled only where that makes a difference. Else it takes less time to scale
   // them always than to ask.
-  constexpr bool kLazy = kOverlap || S::kWidened || S::kGathers || kDims > 128;
+  constexpr bool kLazy = kOverlap || S::kWidened || (S::kDirect && S::kGathers) || kDims > 128;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;
@@ -105,8 +105,15 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
         const int step = k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
-        MatrixProduct<Weight, kDims>::template Start<!S::kFp8>(out, weights[k],
-                                                               After(all_values, step), true);
+#pragma unroll
+        for (int part = 0; part < S::kOutParts; ++part) {
+          MatrixProduct<Weight, kDims / S::kOutParts>::template Start<!S::kFp8>(
+              reinterpret_cast<float (&)[kDims / 2 / S::kOutParts]>(
+                  out[part * kDims / 2 / S::kOutParts]),
+              weights[k],
+              After(all_values, part * S::kBlocks / S::kOutParts * kKeys * kWideRowBytes + step),
+              true);
+        }
       }
       CommitMatrix();
     };

@@ -11,50 +11,47 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// A warp's rows of kv tiles. Each lane knows where one row lies, and copies a vector of each.
+// Rows of kv tiles as a warp copies them, so many at a time. Each lane knows where one row lies,
+// and copies a vector of each. fp8 rows stay as they are in memory.
 template <typename S>
 struct WideRows {
-  static constexpr int kCount = S::kKeys / kGatheringWarps;
-  static constexpr int kVectors = S::kBlocks * kWideRowBytes / 16;  // of a row
-  static constexpr int kAtOnce = 32 / kVectors;                     // rows
+  static constexpr int kElements = S::kDirect ? 8 : 16;  // of a vector of 16 bytes
+  static constexpr int kVectors = (S::kDirect ? S::kBlocks : S::kRawBlocks) * kWideRowBytes / 16;
+  static constexpr int kCount = S::kDirect ? S::kKeys / kGatheringWarps : 32;
+  static constexpr int kAtOnce = 32 / kVectors;  // rows that the lanes copy together
   static_assert(kCount % (4 * kAtOnce) == 0);
   const Problem& p;
   const ManyTile& tile;
-  int first_row;  // in the kv tile
 
-  __device__ WideRows(const Problem& problem, const ManyTile& q_tile)
-      : p(problem), tile(q_tile), first_row(threadIdx.x / 32 * kCount) {}
-
-  // The block and token of the lane's row in kv tile n; a block of -1 if that key does not exist.
-  // Only starts to load the block.
-  __device__ int2 Locate(int n) const {
+  // The block and token of the lane's row, from `first_row` of kv tile n on; a block of -1 if that
+  // key does not exist. Only starts to load the block.
+  __device__ int2 Locate(int n, int first_row) const {
     const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
     if (key < 0 || key >= tile.s.num_keys) return make_int2(-1, 0);
     const int page = p.PageOf(key);
     return make_int2(Entry(p.block_table, tile.index, page), key - page * p.block_table.block_size);
   }
 
-  // Starts to copy the rows to a stage; zeros where no key is.
-  __device__ void Copy(const Cache& cache, int kv_head, int2 place, uint32_t stage) const {
-    __ballot_sync(kAllLanes, place.x < 0) == 0 ? Copy<true>(cache, kv_head, place, stage)
-                                               : Copy<false>(cache, kv_head, place, stage);
-    CommitCopies();
+  // Starts to copy the rows to a stage, from its row `first_row` on; zeros where no key is.
+  __device__ void Copy(const Cache& cache, int2 place, int first_row, uint32_t stage) const {
+    __ballot_sync(kAllLanes, place.x < 0) == 0 ? Copy<true>(cache, place, first_row, stage)
+                                               : Copy<false>(cache, place, first_row, stage);
   }
 
  private:
   // kAllExist: all rows do. Then little is done for each copy, since these warps are short of time.
   template <bool kAllExist>
-  __device__ void Copy(const Cache& cache, int kv_head, int2 place, uint32_t stage) const {
+  __device__ void Copy(const Cache& cache, int2 place, int first_row, uint32_t stage) const {
     const int lane = threadIdx.x & 31, vector = lane % kVectors, row = first_row + lane / kVectors;
     // In units of 16 bytes, in which offsets fit 32 bits (kv_near).
-    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / 8); };
+    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / kElements); };
     const uint32_t row_offset = place.x * unit(cache.stride_block) +
                                 place.y * unit(cache.stride_token) +
-                                kv_head * unit(cache.stride_head);
+                                tile.kv_head * unit(cache.stride_head);
     const char* from = cache.data + vector * 16;
     const uint32_t to =
         stage + (vector / 8 * S::kKeys + row) * kWideRowBytes + (vector % 8 ^ row % 8) * 16;
-    const bool inside = vector * 8 < p.head_size, idle = lane >= kAtOnce * kVectors;
+    const bool inside = vector * kElements < cache.head_size, idle = lane >= kAtOnce * kVectors;
     constexpr int kTogether = kAllExist ? 4 : 1;  // copies whose places are asked for together
 #pragma unroll(kAllExist ? kCount / kAtOnce / kTogether : 1)
     for (int first = 0; first < kCount; first += kTogether * kAtOnce) {
@@ -91,9 +88,16 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
   // Two stages arrive while a third one is asked for.
   uint32_t older = 0, newer = 0;
   auto follow = [&](uint32_t full) {
+    CommitCopies();
     WaitCopies<2>();
     if (older != 0) finish(older);
     older = newer, newer = full;
+  };
+  auto drain = [&] {
+    WaitCopies<0>();
+    if (older != 0) finish(older);
+    if (newer != 0) finish(newer);
+    older = newer = 0;
   };
   WideSchedule<S> schedule(shared, items);
   WideTiles<S> tiles(shared);
@@ -103,26 +107,87 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
       LoadQueryTile(w, shared, tile, queries);
       schedule.HandOut(w);
     }
-    const WideRows<S> rows(p, tile);
-    const int kv_head = tile.kv_head;
+    const WideRows<S> rows{p, tile};
+    const int first_row = threadIdx.x / 32 * WideRows<S>::kCount;
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
-    int2 place = rows.Locate(n);
+    int2 place = rows.Locate(n, first_row);
     for (; n >= first; --n) {
-      const int2 next = rows.Locate(n - 1);  // early, to hide the block table's latency
+      const int2 next = rows.Locate(n - 1, first_row);  // early, to hide the block table's latency
       WaitBarrier(shared.keys_empty(state.stage), state.parity ^ 1);
-      rows.Copy(p.k, kv_head, place, shared.keys(state.stage));
+      rows.Copy(p.k, place, first_row, shared.keys(state.stage));
       follow(shared.keys_full(state.stage));
       WaitBarrier(shared.values_empty(state.stage), state.parity ^ 1);
-      rows.Copy(p.v, kv_head, place, shared.values(state.stage));
+      rows.Copy(p.v, place, first_row, shared.values(state.stage));
       follow(shared.values_full(state.stage));
+      // With two stages there is nothing to ask for before they are used.
+      if constexpr (S::kStages == 2) drain();
       state.Next();
       place = next;
     }
+    drain();
+  }
+}
+
+// fp8 keys: one warp copies everything, for those that convert it.
+template <typename S>
+__device__ void GatherRaw(const WideProblem& w, const WideShared<S>& shared, int items) {
+  using Rows = WideRows<S>;
+  constexpr int kLoads = S::kKeys / Rows::kCount;  // of a kv tile
+  const Problem& p = w.p;
+  PipelineState<S::kQueryStages> queries;
+  PipelineState<S::kStages> keys;
+  PipelineState<S::kRawStages> raw;
+  uint32_t on_the_way = 0;  // which keys of e4m3, for the matrix instructions
+  auto finish = [&] {
+    if (on_the_way == 0) return;
+    FenceProxy();
+    Release(on_the_way);
+    on_the_way = 0;
+  };
+  WideSchedule<S> schedule(shared, items);
+  WideTiles<S> tiles(shared);
+  schedule.HandOut(w);
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    LoadQueryTile(w, shared, tile, queries);
+    schedule.HandOut(w);
+    const Rows rows{p, tile};
+    int2 place[kLoads], next[kLoads];
+    auto copy = [&](const Cache& cache, uint32_t stage) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) rows.Copy(cache, place[i], i * Rows::kCount, stage);
+    };
+    auto copy_raw = [&](const Cache& cache) {
+      WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
+      copy(cache, shared.raw(raw.stage));
+      ArriveAfterCopies(shared.raw_full(raw.stage));
+      raw.Next();
+    };
+    const int first = tile.begin / S::kKeys, last = (tile.end + S::kKeys - 1) / S::kKeys - 1;
+    // Each kv tile is located a turn before it is copied, to hide the block table's latency.
+#pragma unroll 1
+    for (int n = last + 1; n >= first; --n) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) next[i] = rows.Locate(n - 1, i * Rows::kCount);
+      if (n <= last) {
+        if constexpr (S::kFp8) {
+          WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
+          copy(p.k, shared.keys(keys.stage));
+          CommitCopies();
+          WaitCopies<1>();  // those before
+          finish();
+          on_the_way = shared.keys_full(keys.stage);
+          keys.Next();
+        } else {
+          copy_raw(p.k);
+        }
+        copy_raw(p.v);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) place[i] = next[i];
+    }
     WaitCopies<0>();
-    if (older != 0) finish(older);
-    if (newer != 0) finish(newer);
-    older = newer = 0;
+    finish();
   }
 }
 

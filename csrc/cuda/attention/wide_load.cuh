@@ -27,12 +27,11 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   state.Next();
 }
 
-// The boxes of kv tiles. A lane of a warp has one of each tile; where pages are
-// small, several.
+// The boxes of kv tiles. A lane of a warp has one of each tile.
 template <typename S>
 struct WideBoxes {
   static constexpr int kKeys = S::kKeys;
-  static constexpr int kMostBoxes = S::kDirect ? kKeys / kWideLeastBoxKeys : kKeys;
+  static_assert(kKeys / WideLeastBoxKeys(!S::kDirect) <= 32);
   const WideProblem& w;
   const ManyTile& tile;
   const int32_t* pages;  // of the sequence; null: dense
@@ -43,10 +42,11 @@ struct WideBoxes {
     if (pages != nullptr) pages += tile.index * w.p.block_table.stride_sequence;
   }
 
-  // The block and token of a box of kv tile n. For keys that do not exist it is a box outside the
-  // cache, which TMA fills with zeros. (Every page number is sound: see CheckTables.)
-  __device__ int2 Locate(int n, int box) const {
+  // The block and token of the lane's box of kv tile n. For keys that do not exist it is a box
+  // outside the cache, which TMA fills with zeros. (Every page number is sound: see CheckTables.)
+  __device__ int2 Locate(int n) const {
     const BlockTable& table = w.p.block_table;
+    const int box = threadIdx.x & 31;
     const int key = n * kKeys + box * w.box_keys;
     if (pages == nullptr) return make_int2(0, tile.s.key_row + key);
     if (box >= count || key < 0 || key >= tile.s.num_keys) return make_int2(table.num_blocks, 0);
@@ -54,29 +54,18 @@ struct WideBoxes {
     return make_int2(pages[page * table.stride_page], key - page * table.block_size);
   }
 
-  // Starts to load kv tile n, in kBlocks blocks of kColumns columns. place: that of the lane's
-  // first box.
+  // Starts to load a kv tile, in kBlocks blocks of kColumns columns. place: that of the lane's box.
   template <int kBlocks, int kColumns>
-  __device__ void Load(const CUtensorMap* map, uint32_t to, uint32_t full, int n,
-                       int2 place) const {
+  __device__ void Load(const CUtensorMap* map, uint32_t to, uint32_t full, int2 place) const {
     const int lane = threadIdx.x & 31;
     constexpr int kBlockBytes = kKeys * kWideRowBytes;
     if (lane == 0) ArriveExpecting(full, kBlocks * kBlockBytes);
     __syncwarp();
-    auto load = [&](int box) {
+    if (lane >= count) return;
 #pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        LoadBox4(to + c * kBlockBytes + box * w.box_keys * kWideRowBytes, map, full, c * kColumns,
-                 tile.kv_head, place.y, place.x);
-      }
-    };
-    if (lane < count) load(lane);
-    if constexpr (kMostBoxes > 32) {
-#pragma unroll 1
-      for (int box = lane + 32; box < count; box += 32) {
-        place = Locate(n, box);
-        load(box);
-      }
+    for (int c = 0; c < kBlocks; ++c) {
+      LoadBox4(to + c * kBlockBytes + lane * w.box_keys * kWideRowBytes, map, full, c * kColumns,
+               tile.kv_head, place.y, place.x);
     }
   }
 };
@@ -97,7 +86,6 @@ __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared, i
 
 template <typename S, bool kValues>
 __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
-  const int lane = threadIdx.x & 31;
   PipelineState<S::kStages> state;
   WideTiles<S> tiles(shared);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
@@ -106,7 +94,7 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
     int2 place;
     // Each kv tile is located a turn before it is loaded, to hide the block table's latency.
     for (int n = last + 1; n >= first; --n) {
-      const int2 next = boxes.Locate(n - 1, lane);
+      const int2 next = boxes.Locate(n - 1);
       if (n > last) {
         place = next;
         continue;
@@ -115,7 +103,7 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
                   state.parity ^ 1);
       boxes.template Load<S::kBlocks, S::kBlockColumns>(
           kValues ? &w.v : &w.k, kValues ? shared.values(state.stage) : shared.keys(state.stage),
-          kValues ? shared.values_full(state.stage) : shared.keys_full(state.stage), n, place);
+          kValues ? shared.values_full(state.stage) : shared.keys_full(state.stage), place);
       state.Next();
       place = next;
     }
@@ -125,7 +113,6 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
 // fp8 keys: one warp loads everything; the others convert what comes as it is in memory.
 template <typename S>
 __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared, int items) {
-  const int lane = threadIdx.x & 31;
   PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
@@ -136,26 +123,26 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared, int i
     LoadQueryTile(w, shared, tile, queries);
     schedule.HandOut(w);
     const WideBoxes<S> boxes(w, tile);
-    auto load_raw = [&](const CUtensorMap* map, int n, int2 place) {
+    auto load_raw = [&](const CUtensorMap* map, int2 place) {
       WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
       boxes.template Load<S::kRawBlocks, S::kRawColumns>(map, shared.raw(raw.stage),
-                                                         shared.raw_full(raw.stage), n, place);
+                                                         shared.raw_full(raw.stage), place);
       raw.Next();
     };
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
-    int2 place = boxes.Locate(n, lane);
+    int2 place = boxes.Locate(n);
     for (; n >= first; --n) {
-      const int2 next = boxes.Locate(n - 1, lane);
+      const int2 next = boxes.Locate(n - 1);
       if constexpr (S::kFp8) {
         WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
         boxes.template Load<S::kBlocks, S::kBlockColumns>(&w.k, shared.keys(keys.stage),
-                                                          shared.keys_full(keys.stage), n, place);
+                                                          shared.keys_full(keys.stage), place);
         keys.Next();
       } else {
-        load_raw(&w.k, n, place);
+        load_raw(&w.k, place);
       }
-      load_raw(&w.v, n, place);
+      load_raw(&w.v, place);
       place = next;
     }
   }

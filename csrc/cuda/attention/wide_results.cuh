@@ -64,7 +64,7 @@ __device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTil
         x[j] = Pack<T>(pair[0] * whole[r], pair[1] * whole[r]);
       }
       TransposeQuad(x);
-      if (exists[r] && d < p.head_size) {
+      if (exists[r] && d < p.v.head_size) {
         *reinterpret_cast<uint4*>(to[r] + d) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }

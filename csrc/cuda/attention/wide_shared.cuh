@@ -29,8 +29,8 @@ struct OwnTile {
 // In shared memory queries, keys and values lie in blocks of columns, i.e. rows of 128 bytes.
 constexpr int kWideRowBytes = 128;
 
-// Boxes of fewer keys take TMA longer than threads.
-constexpr int kWideLeastBoxKeys = 8;
+// Boxes of fewer keys take TMA longer than threads. Fewer threads copy fp8 keys.
+constexpr int WideLeastBoxKeys(bool fp8) { return fp8 ? 4 : 8; }
 constexpr int kGatheringWarps = kWarpgroupThreads / 32;
 
 // How keys and values get from memory to the products.
@@ -50,7 +50,7 @@ constexpr bool IsWidened(WideKeys keys) {
 enum class WideScores {
   kPlain,  // scores are products times a number
   kMore,   // and a softcap, and q tiles whose keys are divided into parts
-  kAny,    // and ALiBi, and direct keys in pages so small that threads copy them
+  kAny,    // and ALiBi, and keys in pages so small that threads copy them
 };
 
 // Warpgroups that multiply.
@@ -77,15 +77,18 @@ struct WideShape {
   static constexpr bool kSoftcap = kScores != WideScores::kPlain;
   static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
   static constexpr bool kAlibi = kScores == WideScores::kAny;
-  static constexpr bool kGathers = kDirect && kScores == WideScores::kAny;
+  static constexpr bool kGathers = kScores == WideScores::kAny;
   static constexpr int kKeys = WideKvTileKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileRows = 64 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-  // To convert takes a warpgroup more than to load. Heads above 128 leave no registers for that.
-  static constexpr bool kManyProducers = !kDirect && kDims <= 128;
+  // To convert takes a warpgroup more than to load.
+  static constexpr bool kManyProducers = !kDirect;
+  // Matrix instructions that make an output's columns. With so many warps ptxas accepts none that
+  // takes 128 registers for its results.
+  static constexpr int kOutParts = kManyProducers && kDims > 192 ? 2 : 1;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
   static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
   static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
@@ -123,12 +126,12 @@ struct WideShape {
   static constexpr bool kLoadsByTma = kDirect && !kAlibi;
   static constexpr bool kConsumersNeedAll =
       kLoadsByTma && (kDims > 192 || (kDims > 128 && kScores != WideScores::kPlain));
-  static constexpr int kProducerRegisters = kManyProducers      ? 48
+  static constexpr int kProducerRegisters = kManyProducers      ? (kDims > 128 ? 40 : 48)
                                             : kConsumers > 2    ? 32
                                             : kConsumersNeedAll ? 24
                                                                 : 40;
   static constexpr int kConsumerRegisters = kConsumers > 2      ? 160
-                                            : kManyProducers    ? 208
+                                            : kManyProducers    ? (kDims > 128 ? 216 : 208)
                                             : kConsumersNeedAll ? 240
                                                                 : 232;
   static_assert(kBytes <= 227 * 1024);
@@ -144,7 +147,7 @@ struct WideProblem {
   // Of a row's query token, as q tiles have them: those that share a KV head if they are packed,
   // else 1.
   FastDivide packed_heads;
-  bool gathers;  // plain keys: threads copy them, not TMA
+  bool gathers;  // threads copy keys and values, not TMA
   // The results of these, and a flag for those of each warpgroup.
   float4* partials;
   uint64_t* flags;
@@ -207,13 +210,13 @@ struct WideShared {
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
     constexpr int kConverters = 32 * S::kConvertingWarps;
-    const int plain = gathers ? 32 * kGatheringWarps : 1;
+    const int plain = gathers ? 32 * kGatheringWarps : 1, raw = gathers ? 32 : 1;
     for (int i = 0; i < S::kQueryStages; ++i) {
       InitBarrier(queries_full(i), 1);
       InitBarrier(queries_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kStages; ++i) {
-      InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? 1 : kConverters);
+      InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? raw : kConverters);
       InitBarrier(keys_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kValueStages; ++i) {
@@ -221,7 +224,7 @@ struct WideShared {
       InitBarrier(values_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kRawStages; ++i) {
-      InitBarrier(raw_full(i), 1);
+      InitBarrier(raw_full(i), raw);
       InitBarrier(raw_empty(i), kConverters);
     }
     for (int i = 0; i < S::kTileStages; ++i) {

@@ -1,0 +1,131 @@
+// large: 16-bit queries and keys with head sizes above 256, on all GPUs since Ampere. Few queries,
+// by split-KV (large_split), or any (large).
+#include <algorithm>
+
+#include "common/tensor_view.h"
+#include "cuda/attention/dispatch.cuh"
+#include "cuda/attention/engines.h"
+#include "cuda/attention/large_tile.cuh"
+#include "cuda/attention/tensor_map.h"
+
+namespace flashxla::attention {
+namespace {
+
+template <typename T, int kKeys>
+__global__ void __launch_bounds__(kLargeThreads, 1) LargeKernel(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(16) char memory[];
+  LargeTile<T, kKeys> rows(p, memory);
+  TriggerNext();
+  WaitForPrevious();
+  const int num_items = RestTile::Count(p);
+  for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
+    const RestTile tile(p, item);
+    // Where a kv tile begins must not depend on the q tile: see batch_invariant.
+    rows.Attend(tile, tile.seen.begin / kKeys * kKeys, tile.seen.end);
+    rows.Store(tile);
+  }
+}
+
+template <typename T, int kKeys>
+__global__ void __launch_bounds__(kLargeThreads, 1)
+    LargeSplitKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
+  static_assert(kFewKvTileKeys % kKeys == 0);
+  extern __shared__ __align__(16) char memory[];
+  LargeTile<T, kKeys> rows(p, memory);
+  const int kv_head = blockIdx.x;
+  TriggerNext();
+  WaitForPrevious();
+  const FewBlock block = p.plan.few_blocks[blockIdx.y];
+  SplitTile begun = {};
+  if (block.begin < block.end) {
+    Cursor at(p, p.plan.sequences, block);
+    while (true) {  // q tiles
+      const int segment = at.step, segment_end = min(at.tile_end, block.end);
+      const QTile tile = {at.index, kv_head, at.sequence, at.first_row};
+      const int first_key = at.first_key();
+      rows.Attend(tile, first_key, first_key + (segment_end - segment) * kFewKvTileKeys);
+      if (segment == at.tile_start && segment_end == at.tile_end) {
+        rows.Store(tile);
+      } else {
+        rows.StorePartial(workspace.shape,
+                          workspace.partial(kv_head, blockIdx.y, segment != block.begin));
+      }
+      if (segment_end == block.end) {
+        begun = at.Begun(blockIdx.y, segment, block.begin);
+        break;
+      }
+      at.step = segment_end - 1;
+      at.Next(p);
+    }
+  }
+  if (threadIdx.x == 0) workspace.tile(kv_head, blockIdx.y) = begun;
+}
+
+bool Fits(int bytes) {
+  return bytes <= DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared);
+}
+
+const char* WhyNotLarge(const Facts& facts) {
+  const Problem& p = facts.problem;
+  if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
+  if (ElementSize(p.q_dtype) != 2) return "queries are not of 16 bits";
+  if (IsFp8(p.kv_dtype)) return "keys are fp8";
+  if (!p.kv_vectors || !AreVectors(p.q, p.q_dtype)) {
+    return "strides, addresses or head sizes are not multiples of 16 bytes";
+  }
+  return Fits(sizeof(LargeShared<32>)) ? "" : "the GPU has too little shared memory";
+}
+
+const char* WhyNotLargeSplit(const Facts& facts) {
+  // Smaller heads have engines of their own, which are faster.
+  if (facts.problem.LargerHeadSize() <= kMaxUsualHeadSize) return "head sizes are at most 256";
+  if (const char* why = WhyNotLarge(facts); why[0] != '\0') return why;
+  return AreFewStepsCountable(facts, false) ? "" : "the batch has too many keys for split-KV";
+}
+
+// Calls body(Type<T>, integral_constant<int, kKeys>).
+template <typename Body>
+void WithLarge(const Problem& p, Body&& body) {
+  auto with_keys = [&](auto t) {
+    Fits(sizeof(LargeShared<64>)) ? body(t, std::integral_constant<int, 64>{})
+                                  : body(t, std::integral_constant<int, 32>{});
+  };
+  p.out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}) : with_keys(Type<__nv_bfloat16>{});
+}
+
+flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
+  WithLarge(p, [&](auto t, auto keys) {
+    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kKeys>);
+    auto* kernel = LargeKernel<typename decltype(t)::type, kKeys>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const int64_t rows = int64_t{p.num_tokens} * p.group_size;
+    const int64_t items = (rows / kLargeRows + p.plan.num_sequences) * p.num_kv_heads;
+    const int64_t blocks = std::clamp<int64_t>(items, 1, NumMultiprocessors());
+    LaunchDependent(kernel, static_cast<int>(blocks), kLargeThreads, kBytes, stream, p);
+  });
+  return FLASHXLA_OK;
+}
+
+flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t stream) {
+  WithLarge(p, [&](auto t, auto keys) {
+    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kKeys>);
+    auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads, kBytes, stream,
+                    p, SplitWorkspace(p, workspace));
+  });
+  return FLASHXLA_OK;
+}
+
+}  // namespace
+
+const Engine kLargeEngine = {
+    "large", "tensor cores, head sizes above 256", kRest, WhyNotLarge, nullptr, LaunchLarge};
+const Engine kLargeSplitEngine = {"large_split",
+                                  "tensor cores, head sizes above 256, split-KV",
+                                  kFew,
+                                  WhyNotLargeSplit,
+                                  SplitWorkspaceBytes,
+                                  LaunchLargeSplit};
+
+}  // namespace flashxla::attention
