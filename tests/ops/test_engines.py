@@ -123,7 +123,12 @@ ENGINES = [
     (Case(TILES, dim=64, dtype="e5m2", cache="e4m3", scale=-0.2, sinks="f32"), "swap", "wide"),
     (Case(LONG, dim=192, dtype="e4m3", cache="e4m3", page=24, softcap=4.0, leftpad=True), "swap", "wide"),
     (Case(ODD, dim=16, dtype="e5m2", cache="e5m2", page=2, alibi="SH", causal=False), "split", "wide"),
-    # tile: what wide does not take
+    # tile: what wide does not take. Copies have 8 bytes, 4, or an element
+    (Case(PREFILL, dim=100, dtype="bf16", page=16, leftpad=True), "split", "tile"),
+    (Case(PREFILL, dim=250, v_dim=100, dtype="f16", page=3), "split", "tile"),
+    (Case(PREFILL, dim=47, dtype="bf16", alibi="H"), "split", "tile"),
+    (Case(PREFILL, dim=100, dtype="f16", cache="e4m3", page=16, descale="SH"), "split", "tile"),
+    (Case(PREFILL, dim=99, v_dim=72, dtype="bf16", cache="e5m2", page=16), "split", "tile"),
     (Case(PREFILL, dim=46, dtype="bf16", leftpad=True), "split", "tile"),
     (Case(PREFILL, dim=46, dtype="f16", page=16, alibi="SH"), "split", "tile"),
     (Case(PREFILL, dim=72, dtype="bf16", cache="e4m3", page=16), "split", "tile"),
@@ -153,6 +158,9 @@ ENGINES = [
     (Case(SPECULATION, heads=(8, 2), dim=72, dtype="bf16", cache="e4m3", page=16), "split", "split"),
     (Case(DECODE, heads=(100, 1), dim=46, dtype="f16", page=16, alibi="SH", softcap=5.0), "split", "split"),
     (Case(DECODE, heads=(8, 2), dim=256, dtype="e4m3", cache="e4m3", page=1, descale="H"), "split", "split"),
+    (Case(DECODE, heads=(8, 2), dim=100, dtype="bf16", page=16), "split", "split"),
+    (Case(DECODE, heads=(8, 2), dim=100, dtype="bf16", cache="e4m3", page=16), "split", "split"),
+    (Case(SPECULATION, heads=(4, 1), dim=255, dtype="f16", page=17, sinks="f32"), "split", "split"),
     (Case(CHUNKS, heads=(8, 2), dim=64, dtype="bf16", page=4), "split", "wide"),
     (Case(((0, 0), (1, 0)), heads=(8, 2), dim=64, dtype="bf16"), "split", "split"),  # no keys at all
     # split32: few float32 queries, whose keys are shared out

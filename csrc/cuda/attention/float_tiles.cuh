@@ -140,7 +140,7 @@ struct FloatTiles {
                                    int kv_head, float* to) {
     const int64_t offset = places.OffsetIn(c) + kv_head * c.stride_head;
     to += threadIdx.x / 32 * kLoads * kStride;
-    if (kFp8 || !p.kv_vectors) return LoadFloats(p, c, offset, places.mask, to);
+    if (kFp8 || !p.kv_vectors()) return LoadFloats(p, c, offset, places.mask, to);
     const uint32_t address = SharedAddress(to);
     const auto mine = reinterpret_cast<unsigned long long>(c.data + offset * 4);
     const int dims = (c.head_size + 15) / 16 * 16;  // matrix instructions read these

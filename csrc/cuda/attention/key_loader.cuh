@@ -81,8 +81,12 @@ struct KeyLoader {
                                char* stage) {
     const char* k = p.k.data + kv_head * p.k.stride_head * kElementSize;
     const char* v = p.v.data + kv_head * p.v.stride_head * kElementSize;
-    if (!p.kv_vectors) return StartElements(p, places, k, v, stage);
-    if (!p.kv_near) return StartFar(p, places, k, v, stage);
+    if (!p.kv_vectors() || !p.kv_near) {
+      return p.kv_unit == 16  ? StartUnits<16>(p, places, k, v, stage)
+             : p.kv_unit == 8 ? StartUnits<8>(p, places, k, v, stage)
+             : p.kv_unit == 4 ? StartUnits<4>(p, places, k, v, stage)
+                              : StartElements(p, places, k, v, stage);
+    }
     const int lane = threadIdx.x & 31;
     const int chunk = lane % kChunks, lane_row = lane / kChunks;
     const bool in_k = chunk * 16 < p.k.head_size * kElementSize;
@@ -107,24 +111,23 @@ struct KeyLoader {
  private:
   using Element = std::conditional_t<kFp8, uint8_t, uint16_t>;
 
-  // 16-byte vectors at 64-bit offsets.
-  __device__ __noinline__ static void StartFar(const Problem& p, const KeyPlaces& places,
-                                               const char* k, const char* v, char* stage) {
+  // Copies of so many bytes, at 64-bit offsets.
+  template <int kUnit>
+  __device__ __noinline__ static void StartUnits(const Problem& p, const KeyPlaces& places,
+                                                 const char* k, const char* v, char* stage) {
     const int lane = threadIdx.x & 31;
     const int64_t offset_k = places.OffsetIn(p.k), offset_v = places.OffsetIn(p.v);
+    const int k_bytes = p.k.head_size * kElementSize, v_bytes = p.v.head_size * kElementSize;
     const uint32_t to = SharedAddress(stage);
+#pragma unroll 2
     for (int row = 0; row < kSliceKeys; ++row) {
-      const int64_t from_k = __shfl_sync(kAllLanes, offset_k, row) * kElementSize;
-      const int64_t from_v = __shfl_sync(kAllLanes, offset_v, row) * kElementSize;
+      const char* from_k = k + __shfl_sync(kAllLanes, offset_k, row) * kElementSize;
+      const char* from_v = v + __shfl_sync(kAllLanes, offset_v, row) * kElementSize;
       const bool valid = (places.mask >> row) & 1;
-      for (int chunk = lane; chunk < kChunks; chunk += 32) {
-        const int offset = ChunkOffset<kChunks>(row, chunk);
-        if (chunk * 16 < p.k.head_size * kElementSize) {
-          CopyAsync16(to + offset, k + from_k + chunk * 16, valid);
-        }
-        if (chunk * 16 < p.v.head_size * kElementSize) {
-          CopyAsync16(to + kHalfBytes + offset, v + from_v + chunk * 16, valid);
-        }
+      for (int at = lane * kUnit; at < kRowBytes; at += 32 * kUnit) {
+        const int offset = ChunkOffset<kChunks>(row, at / 16) + at % 16;
+        if (at < k_bytes) CopyAsync<kUnit>(to + offset, from_k + at, valid);
+        if (at < v_bytes) CopyAsync<kUnit>(to + kHalfBytes + offset, from_v + at, valid);
       }
     }
   }
@@ -139,17 +142,19 @@ struct KeyLoader {
       const int64_t from_k = __shfl_sync(kAllLanes, offset_k, row);
       const int64_t from_v = __shfl_sync(kAllLanes, offset_v, row);
       const bool valid = (places.mask >> row) & 1;
-      auto place = [&](int d) {
-        return reinterpret_cast<Element*>(stage + ChunkOffset<kChunks>(row, d / kPerChunk)) +
-               d % kPerChunk;
-      };
-      for (int d = lane; d < p.k.head_size; d += 32) {
-        const auto* key = reinterpret_cast<const Element*>(k) + from_k + d * p.k.stride_dim;
-        *place(d) = valid ? *key : Element{0};
-      }
-      for (int d = lane; d < p.v.head_size; d += 32) {
-        const auto* value = reinterpret_cast<const Element*>(v) + from_v + d * p.v.stride_dim;
-        place(d)[kHalfBytes / kElementSize] = valid ? *value : Element{0};
+      for (int d = lane; d < p.LargerHeadSize(); d += 32) {
+        const bool in_k = d < p.k.head_size, in_v = d < p.v.head_size;
+        Element key = 0, value = 0;  // both are loaded before one is awaited
+        if (valid && in_k) {
+          key = reinterpret_cast<const Element*>(k)[from_k + d * p.k.stride_dim];
+        }
+        if (valid && in_v) {
+          value = reinterpret_cast<const Element*>(v)[from_v + d * p.v.stride_dim];
+        }
+        auto* to = reinterpret_cast<Element*>(stage + ChunkOffset<kChunks>(row, d / kPerChunk)) +
+                   d % kPerChunk;
+        if (in_k) *to = key;
+        if (in_v) to[kHalfBytes / kElementSize] = value;
       }
     }
   }

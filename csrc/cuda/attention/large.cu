@@ -70,7 +70,7 @@ const char* WhyNotLarge(const Facts& facts) {
   if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
   if (ElementSize(p.q_dtype) != 2) return "queries are not of 16 bits";
   if (IsFp8(p.kv_dtype)) return "keys are fp8";
-  if (!p.kv_vectors || !AreVectors(p.q, p.q_dtype)) {
+  if (!p.kv_vectors() || !AreVectors(p.q, p.q_dtype)) {
     return "strides, addresses or head sizes are not multiples of 16 bytes";
   }
   return Fits(sizeof(LargeShared<32>)) ? "" : "the GPU has too little shared memory";

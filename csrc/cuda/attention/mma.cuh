@@ -20,10 +20,12 @@ __device__ inline void CopyAsync16(uint32_t to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// The same of 4 bytes.
-__device__ inline void CopyAsync4(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 4 : 0)
+// The same of 4, 8 or 16 bytes.
+template <int kBytes>
+__device__ inline void CopyAsync(uint32_t to, const void* from, bool valid) {
+  if constexpr (kBytes == 16) return CopyAsync16(to, from, valid);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? kBytes : 0), "n"(kBytes)
                : "memory");
 }
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -31,11 +31,17 @@ bool IsNear(const Cache& c, const CacheView& view, int64_t size) {
          last * size / 16 < (int64_t{1} << 32);
 }
 
-bool InVectors(const Cache& c, int64_t size) {
-  constexpr int64_t kVector = 16;
-  return c.stride_dim == 1 && reinterpret_cast<uintptr_t>(c.data) % kVector == 0 &&
-         c.head_size * size % kVector == 0 && c.stride_block * size % kVector == 0 &&
-         c.stride_token * size % kVector == 0 && c.stride_head * size % kVector == 0;
+// The most bytes that can be copied at a time.
+int32_t UnitOf(const Cache& c, int64_t size) {
+  if (c.stride_dim != 1) return 0;
+  for (const int32_t unit : {16, 8, 4}) {
+    if (reinterpret_cast<uintptr_t>(c.data) % unit == 0 && c.head_size * size % unit == 0 &&
+        c.stride_block * size % unit == 0 && c.stride_token * size % unit == 0 &&
+        c.stride_head * size % unit == 0) {
+      return unit;
+    }
+  }
+  return 0;
 }
 
 // Whether `count` neighbouring elements, of `size` bytes each, can be accessed together.
@@ -95,7 +101,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.sinks = args.sinks.data;
   p.sinks_stride = args.sinks.stride[0];
   const int64_t size = ElementSize(args.kv_dtype);
-  p.kv_vectors = InVectors(p.k, size) && InVectors(p.v, size);
+  p.kv_unit = std::min(UnitOf(p.k, size), UnitOf(p.v, size));
   p.kv_near = IsNear(p.k, k, size) && IsNear(p.v, v, size);
   p.q_pairs = InPairs(p.q, args.q.dtype, k.head_size);
   p.out_pairs = InPairs(p.out, args.out.dtype, v.head_size);

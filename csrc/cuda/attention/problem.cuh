@@ -79,9 +79,12 @@ struct Problem {
   int32_t num_few_blocks;   // per KV head, as in the plan; 0: no engine for few queries
   int32_t few_q_tile_rows;  // likewise
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
-  // Whether strides and addresses allow 16-byte loads of keys and values, 4-byte loads of 16-bit
-  // queries, and 4-byte stores of 16-bit and 16-byte stores of float32 outputs.
-  bool kv_vectors, q_pairs, out_pairs, out_vectors;
+  // The most bytes of keys and values that strides, addresses and head sizes allow to copy at a
+  // time: 16, 8 or 4; 0 if single elements have to be loaded.
+  int32_t kv_unit;
+  // Whether they allow 4-byte loads of 16-bit queries, and 4-byte stores of 16-bit and 16-byte
+  // stores of float32 outputs.
+  bool q_pairs, out_pairs, out_vectors;
   bool kv_near;  // offsets in a cache, in units of 16 bytes, fit 32 bits
   bool batch_invariant;
   float softmax_scale, softcap;
@@ -98,6 +101,7 @@ struct Problem {
   // Where that one says whether this one has anything to do; null if it does not.
   int32_t* few_left;
 
+  __host__ __device__ bool kv_vectors() const { return kv_unit == 16; }
   // The head size that decides which instance serves a call.
   __host__ __device__ int32_t LargerHeadSize() const {
     return k.head_size > v.head_size ? k.head_size : v.head_size;

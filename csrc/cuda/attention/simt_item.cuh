@@ -104,7 +104,7 @@ __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows
       const bool exists = row < item.num_rows && d < p.k.head_size;
       float* to = q + row * kStride + d;
       if constexpr (kAsync) {
-        CopyAsync4(SharedAddress(to), from + d * p.q.stride_dim, exists);
+        CopyAsync<4>(SharedAddress(to), from + d * p.q.stride_dim, exists);
       } else {
         *to = exists ? from[d * p.q.stride_dim] : 0.f;
       }
@@ -116,7 +116,7 @@ __device__ void LoadQueries(const Problem& p, const SimtItem& item, int num_rows
 template <bool kFp8>
 __device__ float4 LoadFour(const Problem& p, const Cache& c, int64_t offset, int d) {
   const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
-  if (p.kv_vectors) {  // which implies that the head size is a multiple of four
+  if (p.kv_vectors()) {  // which implies that the head size is a multiple of four
     if (d >= c.head_size) return make_float4(0.f, 0.f, 0.f, 0.f);
     if constexpr (kFp8) {
       const uint32_t bits = *reinterpret_cast<const uint32_t*>(c.data + offset + d);

@@ -37,7 +37,7 @@ struct SimtLoader {
                     places.OffsetIn(p.k);
     const auto* v = reinterpret_cast<const Element*>(p.v.data) + kv_head * p.v.stride_head +
                     places.OffsetIn(p.v);
-    if (!p.kv_vectors) return StartElements(p, places.mask, first, k, v, stage);
+    if (!p.kv_vectors()) return StartElements(p, places.mask, first, k, v, stage);
     constexpr int kChunks = kRowBytes / 16, kAcross = kChunks < 32 ? kChunks : 32;
     constexpr int kRowsAtOnce = 32 / kAcross;
     const int lane = threadIdx.x & 31;

@@ -76,7 +76,7 @@ const char* WhyNoCacheBoxes(const Problem& p, int least) {
     std::snprintf(why, sizeof(why), "the page size is not a multiple of %d", least);
     return why;
   }
-  if (!p.kv_vectors) return "strides or addresses of the keys are not multiples of 16 bytes";
+  if (!p.kv_vectors()) return "strides or addresses of the keys are not multiples of 16 bytes";
   for (const Cache* c : {&p.k, &p.v}) {
     if (!TakesStride(p.num_kv_heads, c->stride_head) ||
         !TakesStride(table.block_size, c->stride_token) ||
