@@ -12,9 +12,9 @@ namespace flashxla::attention {
 namespace {
 
 // For each role the fastest engine comes first.
-constexpr const Engine* kEngines[] = {&kSwapEngine,       &kSplitEngine, &kSimtSplitEngine,
-                                      &kLargeSplitEngine, &kWideEngine,  &kTileEngine,
-                                      &kTile32Engine,     &kLargeEngine, &kGeneralEngine};
+constexpr const Engine* kEngines[] = {&kSwapEngine,       &kSplitEngine,  &kSimtSplitEngine,
+                                      &kLargeSplitEngine, &kWideEngine,   &kLargeEngine,
+                                      &kTileEngine,       &kTile32Engine, &kGeneralEngine};
 
 // The rows of swap's q tiles if no sequence has more than `longest` rows per KV head. Those of 32
 // rows are for two thread blocks on a multiprocessor.

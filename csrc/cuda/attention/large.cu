@@ -1,5 +1,5 @@
-// large: 16-bit queries and keys with head sizes above 256, on all GPUs since Ampere. Few queries,
-// by split-KV (large_split), or any (large).
+// large: 16-bit queries and keys with head sizes above 128, on all GPUs since Ampere. large_split:
+// few queries, with head sizes above 256, by split-KV.
 #include <algorithm>
 
 #include "common/tensor_view.h"
@@ -11,10 +11,15 @@
 namespace flashxla::attention {
 namespace {
 
-template <typename T, int kKeys>
-__global__ void __launch_bounds__(kLargeThreads, 1) LargeKernel(const __grid_constant__ Problem p) {
+constexpr int kMostDims = static_cast<int>(kMaxHeadSize);
+// Thread blocks of a multiprocessor.
+constexpr int BlocksEach(int dims) { return dims > kMaxUsualHeadSize ? 1 : 2; }
+
+template <typename T, int kDims, int kKeys>
+__global__ void __launch_bounds__(kLargeThreads, BlocksEach(kDims))
+    LargeKernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) char memory[];
-  LargeTile<T, kKeys> rows(p, memory);
+  LargeTile<T, kDims, kKeys> rows(p, memory);
   TriggerNext();
   WaitForPrevious();
   const int num_items = RestTile::Count(p);
@@ -31,7 +36,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
     LargeSplitKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
   static_assert(kFewKvTileKeys % kKeys == 0);
   extern __shared__ __align__(16) char memory[];
-  LargeTile<T, kKeys> rows(p, memory);
+  LargeTile<T, kMostDims, kKeys> rows(p, memory);
   const int kv_head = blockIdx.x;
   TriggerNext();
   WaitForPrevious();
@@ -68,12 +73,16 @@ bool Fits(int bytes) {
 const char* WhyNotLarge(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
+  if (p.LargerHeadSize() <= 128) return "head sizes are at most 128";
   if (ElementSize(p.q_dtype) != 2) return "queries are not of 16 bits";
   if (IsFp8(p.kv_dtype)) return "keys are fp8";
   if (!p.kv_vectors() || !AreVectors(p.q, p.q_dtype)) {
     return "strides, addresses or head sizes are not multiples of 16 bytes";
   }
-  return Fits(sizeof(LargeShared<32>)) ? "" : "the GPU has too little shared memory";
+  const bool usual = p.LargerHeadSize() <= kMaxUsualHeadSize;
+  const int bytes =
+      usual ? sizeof(LargeShared<kMaxUsualHeadSize, 32>) : sizeof(LargeShared<kMostDims, 32>);
+  return Fits(bytes) ? "" : "the GPU has too little shared memory";
 }
 
 const char* WhyNotLargeSplit(const Facts& facts) {
@@ -83,32 +92,39 @@ const char* WhyNotLargeSplit(const Facts& facts) {
   return AreFewStepsCountable(facts, false) ? "" : "the batch has too many keys for split-KV";
 }
 
-// Calls body(Type<T>, integral_constant<int, kKeys>).
-template <typename Body>
-void WithLarge(const Problem& p, Body&& body) {
+// Calls body(Type<T>, integral_constant<int, kKeys>), with the most keys for which there is room.
+template <int kDims, typename Body>
+void WithKeys(const Problem& p, Body&& body) {
   auto with_keys = [&](auto t) {
-    Fits(sizeof(LargeShared<64>)) ? body(t, std::integral_constant<int, 64>{})
-                                  : body(t, std::integral_constant<int, 32>{});
+    Fits(sizeof(LargeShared<kDims, 64>)) ? body(t, std::integral_constant<int, 64>{})
+                                         : body(t, std::integral_constant<int, 32>{});
   };
   p.out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}) : with_keys(Type<__nv_bfloat16>{});
 }
 
-flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
-  WithLarge(p, [&](auto t, auto keys) {
-    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kKeys>);
-    auto* kernel = LargeKernel<typename decltype(t)::type, kKeys>;
+template <int kDims>
+void Launch(const Problem& p, cudaStream_t stream) {
+  WithKeys<kDims>(p, [&](auto t, auto keys) {
+    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kDims, kKeys>);
+    auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const int64_t rows = int64_t{p.num_tokens} * p.group_size;
     const int64_t items = (rows / kLargeRows + p.plan.num_sequences) * p.num_kv_heads;
-    const int64_t blocks = std::clamp<int64_t>(items, 1, NumMultiprocessors());
-    LaunchDependent(kernel, static_cast<int>(blocks), kLargeThreads, kBytes, stream, p);
+    const int64_t most = int64_t{NumMultiprocessors()} * BlocksEach(kDims);
+    LaunchDependent(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, most)), kLargeThreads,
+                    kBytes, stream, p);
   });
+}
+
+flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
+  p.LargerHeadSize() <= kMaxUsualHeadSize ? Launch<kMaxUsualHeadSize>(p, stream)
+                                          : Launch<kMostDims>(p, stream);
   return FLASHXLA_OK;
 }
 
 flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t stream) {
-  WithLarge(p, [&](auto t, auto keys) {
-    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kKeys>);
+  WithKeys<kMostDims>(p, [&](auto t, auto keys) {
+    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kMostDims, kKeys>);
     auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads, kBytes, stream,
@@ -120,7 +136,7 @@ flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t
 }  // namespace
 
 const Engine kLargeEngine = {
-    "large", "tensor cores, head sizes above 256", kRest, WhyNotLarge, nullptr, LaunchLarge};
+    "large", "tensor cores, head sizes above 128", kRest, WhyNotLarge, nullptr, LaunchLarge};
 const Engine kLargeSplitEngine = {"large_split",
                                   "tensor cores, head sizes above 256, split-KV",
                                   kFew,

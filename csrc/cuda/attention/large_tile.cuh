@@ -1,10 +1,12 @@
-// A q tile of 64 rows with head sizes above 256, by warp-wide tensor core instructions.
+// A q tile of 64 rows with head sizes above 128, by warp-wide tensor core instructions.
 //
-// No warp has room for the results of such heads, so two warps share 16 rows: each has the scores
-// of half of the keys and, of all keys, half of the values' columns. They exchange their largest
-// scores and the weights through shared memory.
+// A warp has little room for the results of such heads, or none, so two warps share 16 rows: each
+// has the scores of half of the keys and, of all keys, half of the values' columns. They exchange
+// their largest scores and the weights through shared memory.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_TILE_CUH_
+
+#include <algorithm>
 
 #include "common/attention_arguments.h"
 #include "cuda/attention/key_loader.cuh"
@@ -17,12 +19,13 @@ namespace flashxla::attention {
 constexpr int kLargeRows = kRestQTileRows, kLargeGroups = kLargeRows / 16;
 constexpr int kLargeWarps = 2 * kLargeGroups, kLargeThreads = 32 * kLargeWarps;
 
-// With kKeys keys of a kv tile. Rows are 16 bytes longer than what they hold, so that matrix loads
-// have no bank conflicts.
-template <int kKeys>
+// With kKeys keys of a kv tile, of up to kDims dims. Rows are 16 bytes longer than what they hold,
+// so that matrix loads have no bank conflicts.
+template <int kDims, int kKeys>
 struct alignas(16) LargeShared {
-  static constexpr int kKeyStride = static_cast<int>(kMaxHeadSize) * 2 + 16;  // also of queries
-  static constexpr int kValueStride = static_cast<int>(kMaxValueHeadSize) * 2 + 16;
+  static constexpr int kValueDims = std::min(kDims, static_cast<int>(kMaxValueHeadSize));
+  static constexpr int kKeyStride = kDims * 2 + 16;  // also of queries
+  static constexpr int kValueStride = kValueDims * 2 + 16;
   static constexpr int kWeightStride = kKeys * 2 + 16;
 
   char queries[kLargeRows * kKeyStride];
@@ -32,10 +35,10 @@ struct alignas(16) LargeShared {
   uint32_t masks[kLargeWarps];  // which of the keys that a warp loads exist
 };
 
-template <typename T, int kKeys>
+template <typename T, int kDims, int kKeys>
 class LargeTile {
  public:
-  using Shared = LargeShared<kKeys>;
+  using Shared = LargeShared<kDims, kKeys>;
 
   __device__ LargeTile(const Problem& problem, char* memory)
       : p(problem), shared(*reinterpret_cast<Shared*>(memory)) {}
@@ -132,7 +135,7 @@ class LargeTile {
  private:
   static constexpr int kLoads = kKeys / kLargeWarps;  // keys that a warp loads
   static constexpr int kTiles = kKeys / 16;           // of 8 keys, of a half
-  static constexpr int kHalfDims = kMaxValueHeadSize / 2;
+  static constexpr int kHalfDims = Shared::kValueDims / 2;
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
   __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
@@ -159,7 +162,7 @@ class LargeTile {
   }
 
   __device__ void LoadQueries(const QTile& tile) {
-    constexpr int kChunks = static_cast<int>(kMaxHeadSize) / 8;
+    constexpr int kChunks = kDims / 8;
     const int columns = ReadColumns(p.k.head_size);
     const uint32_t to = SharedAddress(shared.queries);
     for (int i = threadIdx.x; i < kLargeRows * kChunks; i += kLargeThreads) {
