@@ -352,8 +352,27 @@ def tile32_call(rng: Rng) -> Call:
     return driver.attention_call(rng, other_values(rng, tile32(rng)))
 
 
+def large_call(rng: Rng) -> Call:
+    """large and large_split: 16 bits, head sizes above 128 and above 256; few queries and many."""
+    dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (64, 264), (512, 72), (200, 200))
+    q_dtype = pick(rng, BF16, F16)
+    len_q = rng.permutation([*rng.integers(0, 4, 2), rng.integers(17, 60)])
+    sizes = Sizes(
+        q_dtype=q_dtype,
+        element=q_dtype,
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(rng.integers(4, 9)),
+        dim=dim,
+        len_q=len_q,
+        len_k=lengths(rng, len_q, 200),
+        page=page_size(rng),
+        v_dim=v_dim,
+    )
+    return bounded(rng, driver.attention_call(rng, sizes), always=True)
+
+
 def apart_call(rng: Rng) -> Call:
-    """large and general: head sizes above 256. Any, of keys and values apart; few queries or many."""
+    """Any head sizes of keys and values, which differ, or large ones; few queries or many."""
     len_q = rng.integers(0, 4, 4) if rng.random() < 0.5 else rng.integers(0, 60, 2)
     q_dtype = pick(rng, *FLOATS, *FP8)
     dim, v_dim = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
@@ -438,6 +457,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     alibi_call,
     apart_call,
     wide_gradients_call,
+    large_call,
     driver.attention_call,
     tile_gradients_call,
     driver.attention_backward_call,

@@ -15,7 +15,7 @@ from tests.cuda import smoke
 ROOT = Path(__file__).parents[2]
 # memcheck looks at each access of memory, racecheck at those of shared memory.
 OPTIONS = {"memcheck": ("--leak-check", "no", "--padding", "4096"), "racecheck": ()}
-CALLS = {"memcheck": 150, "racecheck": 60}
+CALLS = {"memcheck": 160, "racecheck": 80}
 FOUND = 9  # the exit status when the sanitizer reports something and the program ends well
 
 
