@@ -48,6 +48,11 @@ inline int NumMultiprocessors() {
   return DeviceAttribute(cudaDevAttrMultiProcessorCount, kHopper.multiprocessors);
 }
 
+// Whether a thread block can have so many bytes of shared memory.
+inline bool HasSharedMemory(int64_t bytes) {
+  return bytes <= DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared);
+}
+
 // Programmatic dependent launch (PDL): the kernel may start while the previous kernel of the stream
 // still runs, as soon as all blocks of that one have called TriggerNext() or ended. The kernel must
 // call WaitForPrevious() on every path, before it touches memory: it returns when the previous

@@ -7,6 +7,8 @@
 
 #include <type_traits>
 
+#include "common/tensor_view.h"
+#include "cuda/attention/problem.cuh"
 #include "flashxla/common.h"
 
 namespace flashxla::attention {
@@ -52,6 +54,12 @@ void WithInstance(int64_t out_dtype, int64_t head_size, bool fp8, Body&& body) {
     });
   };
   out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}) : with_keys(Type<__nv_bfloat16>{});
+}
+
+// That of a call.
+template <typename Sizes = UsualHeadSizes, typename Body>
+void WithInstance(const Problem& p, Body&& body) {
+  WithInstance<Sizes>(p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype), body);
 }
 
 }  // namespace flashxla::attention

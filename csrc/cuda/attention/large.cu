@@ -1,7 +1,5 @@
 // large: 16-bit queries and keys with head sizes above 128, on all GPUs since Ampere. large_split:
 // few queries, with head sizes above 256, by split-KV.
-#include <algorithm>
-
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -66,10 +64,6 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   if (threadIdx.x == 0) workspace.tile(kv_head, blockIdx.y) = begun;
 }
 
-bool Fits(int bytes) {
-  return bytes <= DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared);
-}
-
 const char* WhyNotLarge(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
@@ -82,7 +76,7 @@ const char* WhyNotLarge(const Facts& facts) {
   const bool usual = p.LargerHeadSize() <= kMaxUsualHeadSize;
   const int bytes =
       usual ? sizeof(LargeShared<kMaxUsualHeadSize, 32>) : sizeof(LargeShared<kMostDims, 32>);
-  return Fits(bytes) ? "" : "the GPU has too little shared memory";
+  return HasSharedMemory(bytes) ? "" : "the GPU has too little shared memory";
 }
 
 const char* WhyNotLargeSplit(const Facts& facts) {
@@ -96,8 +90,8 @@ const char* WhyNotLargeSplit(const Facts& facts) {
 template <int kDims, typename Body>
 void WithKeys(const Problem& p, Body&& body) {
   auto with_keys = [&](auto t) {
-    Fits(sizeof(LargeShared<kDims, 64>)) ? body(t, std::integral_constant<int, 64>{})
-                                         : body(t, std::integral_constant<int, 32>{});
+    HasSharedMemory(sizeof(LargeShared<kDims, 64>)) ? body(t, std::integral_constant<int, 64>{})
+                                                    : body(t, std::integral_constant<int, 32>{});
   };
   p.out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}) : with_keys(Type<__nv_bfloat16>{});
 }
@@ -108,11 +102,7 @@ void Launch(const Problem& p, cudaStream_t stream) {
     constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kDims, kKeys>);
     auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    const int64_t rows = int64_t{p.num_tokens} * p.group_size;
-    const int64_t items = (rows / kLargeRows + p.plan.num_sequences) * p.num_kv_heads;
-    const int64_t most = int64_t{NumMultiprocessors()} * BlocksEach(kDims);
-    LaunchDependent(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, most)), kLargeThreads,
-                    kBytes, stream, p);
+    LaunchDependent(kernel, NumRestBlocks(p, BlocksEach(kDims)), kLargeThreads, kBytes, stream, p);
   });
 }
 

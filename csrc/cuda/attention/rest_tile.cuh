@@ -2,8 +2,11 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_REST_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_REST_TILE_CUH_
 
+#include <algorithm>
+
 #include "cuda/attention/problem.cuh"
 #include "cuda/attention/warp.cuh"
+#include "cuda/launch.h"
 
 namespace flashxla::attention {
 
@@ -33,6 +36,13 @@ struct RestTile : QTile {
     seen = p.Visible(s, first_row / p.group_size, last_row / p.group_size);
   }
 };
+
+// The thread blocks of a kernel for RestTiles, of which a multiprocessor has `each` at a time.
+inline int NumRestBlocks(const Problem& p, int each) {
+  const int64_t rows = int64_t{p.num_tokens} * p.group_size;
+  const int64_t items = (rows / kRestQTileRows + p.plan.num_sequences) * p.num_kv_heads;
+  return static_cast<int>(std::clamp<int64_t>(items, 1, int64_t{NumMultiprocessors()} * each));
+}
 
 }  // namespace flashxla::attention
 

@@ -132,10 +132,7 @@ const char* WhyNotSimtSplit(const Facts& facts) {
   WithSimtInstance(p, [&](auto dims, auto is_fp8) {
     bytes = Layout<decltype(dims)::value, decltype(is_fp8)::value>::kBytes;
   });
-  if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) < bytes) {
-    return "the GPU has too little shared memory";
-  }
-  return "";
+  return HasSharedMemory(bytes) ? "" : "the GPU has too little shared memory";
 }
 
 flashxla_status LaunchSimtSplit(const Problem& p, void* workspace, cudaStream_t stream) {

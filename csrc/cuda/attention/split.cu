@@ -193,10 +193,9 @@ __global__ void __launch_bounds__(32 * kWarps, FewBlocksEach(kDims, kRows))
 
 int64_t SharedBytes(const Problem& p) {
   int64_t bytes = 0;
-  WithInstance(p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype),
-               [&](auto, auto dims, auto is_fp8) {
-                 bytes = Shared<decltype(dims)::value, decltype(is_fp8)::value>::kBytes;
-               });
+  WithInstance(p, [&](auto, auto dims, auto is_fp8) {
+    bytes = Shared<decltype(dims)::value, decltype(is_fp8)::value>::kBytes;
+  });
   return bytes;
 }
 
@@ -204,24 +203,20 @@ const char* WhyNotSplit(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
-  if (DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared) < SharedBytes(p)) {
-    return "the GPU has too little shared memory";
-  }
-  return "";
+  return HasSharedMemory(SharedBytes(p)) ? "" : "the GPU has too little shared memory";
 }
 
 flashxla_status LaunchSplit(const Problem& p, void* workspace, cudaStream_t stream) {
-  WithInstance(p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype),
-               [&](auto t, auto dims, auto is_fp8) {
-                 using T = typename decltype(t)::type;
-                 constexpr int kDims = decltype(dims)::value;
-                 constexpr bool kFp8 = decltype(is_fp8)::value;
-                 constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
-                 auto* kernel = SplitKernel<T, kDims, kFp8>;
-                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-                 LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps,
-                                 kBytes, stream, p, SplitWorkspace(p, workspace));
-               });
+  WithInstance(p, [&](auto t, auto dims, auto is_fp8) {
+    using T = typename decltype(t)::type;
+    constexpr int kDims = decltype(dims)::value;
+    constexpr bool kFp8 = decltype(is_fp8)::value;
+    constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
+    auto* kernel = SplitKernel<T, kDims, kFp8>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps, kBytes, stream, p,
+                    SplitWorkspace(p, workspace));
+  });
   return FLASHXLA_OK;
 }
 

@@ -176,19 +176,18 @@ void WithShape(const Problem& p, Body&& body) {
     }
     body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows>>{});
   };
+  const int dims = p.LargerHeadSize();
   auto with_dims = [&](auto out) {
     if (IsFp8(p.kv_dtype)) {
       const Type<__half> product;
-      if (p.LargerHeadSize() <= 128) {
+      if (dims <= 128) {
         return with_rows(product, out, std::integral_constant<int, 128>{}, std::true_type{});
       }
       return with_rows(product, out, std::integral_constant<int, 256>{}, std::true_type{});
     }
     const std::false_type fp8;
-    if (p.LargerHeadSize() <= 64)
-      return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
-    if (p.LargerHeadSize() <= 128)
-      return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);
+    if (dims <= 64) return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
+    if (dims <= 128) return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);
     with_rows(out, out, std::integral_constant<int, 256>{}, fp8);
   };
   p.out_dtype == FLASHXLA_F16 ? with_dims(Type<__half>{}) : with_dims(Type<__nv_bfloat16>{});

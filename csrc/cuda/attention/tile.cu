@@ -1,8 +1,6 @@
 // tile: any sequence, with the warp-wide tensor core instructions of all GPUs since Ampere. A
 // thread block computes a q tile of 64 rows, 16 rows per warp. Each warp loads 16 keys of a kv
 // tile, which all warps use.
-#include <algorithm>
-
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -98,20 +96,15 @@ __global__ void __launch_bounds__(32 * kWarps, kDims > 128 ? 1 : 3)
 const char* WhyNotTile(const Facts& facts) { return WhyNot16Bit(facts.problem); }
 
 flashxla_status LaunchTile(const Problem& p, void*, cudaStream_t stream) {
-  WithInstance(
-      p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
-        using T = typename decltype(t)::type;
-        constexpr int kDims = decltype(dims)::value;
-        constexpr bool kFp8 = decltype(is_fp8)::value;
-        constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
-        auto* kernel = TileKernel<T, kDims, kFp8>;
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-        const int64_t rows = int64_t{p.num_tokens} * p.group_size;
-        const int64_t items = (rows / kRestQTileRows + p.plan.num_sequences) * p.num_kv_heads;
-        const int64_t blocks = int64_t{NumMultiprocessors()} * (kDims > 128 ? 1 : 3);
-        LaunchDependent(kernel, static_cast<int>(std::clamp<int64_t>(items, 1, blocks)),
-                        32 * kWarps, kBytes, stream, p);
-      });
+  WithInstance(p, [&](auto t, auto dims, auto is_fp8) {
+    using T = typename decltype(t)::type;
+    constexpr int kDims = decltype(dims)::value;
+    constexpr bool kFp8 = decltype(is_fp8)::value;
+    constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
+    auto* kernel = TileKernel<T, kDims, kFp8>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    LaunchDependent(kernel, NumRestBlocks(p, kDims > 128 ? 1 : 3), 32 * kWarps, kBytes, stream, p);
+  });
   return FLASHXLA_OK;
 }
 

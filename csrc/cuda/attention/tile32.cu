@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(32 * S::kWarps, S::kBlocks)
 template <typename S, typename... Others>
 void Launch(const Problem& p, cudaStream_t stream) {
   if constexpr (sizeof...(Others) > 0) {
-    const int most = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, kHopper.shared);
-    if (most < S::kBytes) return Launch<Others...>(p, stream);
+    if (!HasSharedMemory(S::kBytes)) return Launch<Others...>(p, stream);
   }
   auto* kernel = IsFp8(p.kv_dtype) ? Tile32Kernel<S, true> : Tile32Kernel<S, false>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);

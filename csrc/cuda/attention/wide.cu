@@ -204,31 +204,28 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
   bool launched = false;
   const WideScores scores = ScoresOf(p);
   const WideKeys keys = KeysOf(p);
-  WithInstance<WideHeadSizes>(
-      p.out_dtype, p.LargerHeadSize(), IsFp8(p.kv_dtype), [&](auto t, auto dims, auto is_fp8) {
-        using Out = typename decltype(t)::type;
-        constexpr int kDims = decltype(dims)::value;
-        if constexpr (!decltype(is_fp8)::value) {
-          constexpr WideKeys kDirect = WideKeys::kDirect;
-          launched =
-              scores == WideScores::kPlain
-                  ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, workspace, stream)
-              : scores == WideScores::kMore
-                  ? Launch<Out, Out, kDims, kDirect, WideScores::kMore>(p, workspace, stream)
-                  : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
-        } else if (keys == WideKeys::kWidened) {
-          launched =
-              LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
-        } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
-          if (keys == WideKeys::kAllWidened) {
-            launched = LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(p, scores, workspace,
-                                                                               stream);
-          } else if constexpr (kDims <= 128) {
-            launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(
-                p, scores, workspace, stream);
-          }
-        }
-      });
+  WithInstance<WideHeadSizes>(p, [&](auto t, auto dims, auto is_fp8) {
+    using Out = typename decltype(t)::type;
+    constexpr int kDims = decltype(dims)::value;
+    if constexpr (!decltype(is_fp8)::value) {
+      constexpr WideKeys kDirect = WideKeys::kDirect;
+      launched = scores == WideScores::kPlain
+                     ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, workspace, stream)
+                 : scores == WideScores::kMore
+                     ? Launch<Out, Out, kDims, kDirect, WideScores::kMore>(p, workspace, stream)
+                     : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
+    } else if (keys == WideKeys::kWidened) {
+      launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
+    } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
+      if (keys == WideKeys::kAllWidened) {
+        launched =
+            LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(p, scores, workspace, stream);
+      } else if constexpr (kDims <= 128) {
+        launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, scores, workspace,
+                                                                              stream);
+      }
+    }
+  });
   if (launched) return FLASHXLA_OK;
   return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of q, k or v");
 }

@@ -7,14 +7,6 @@
 
 namespace flashxla::attention_backward {
 
-// Copies 4 bytes from global to shared memory asynchronously. If !valid, writes zeros and reads
-// nothing.
-__device__ inline void CopyAsync4(float* to, const float* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(attention::SharedAddress(to)),
-               "l"(from), "r"(valid ? 4 : 0)
-               : "memory");
-}
-
 // What a stage holds besides its rows of Q and grad_out. Keys are counted from the first row of k
 // of the thread block.
 template <int kQueries>
@@ -68,8 +60,8 @@ class QueryCursor {
     };
     const bool valid = i < count();
     const int64_t place = valid ? p.RowPlace(sequences_.index(), query_ + i, head_) : 0;
-    CopyAsync4(&stage.lse2[i], p.lse2 + place, valid);
-    CopyAsync4(&stage.delta[i], p.delta + place, valid);
+    attention::CopyAsync<4>(attention::SharedAddress(&stage.lse2[i]), p.lse2 + place, valid);
+    attention::CopyAsync<4>(attention::SharedAddress(&stage.delta[i]), p.delta + place, valid);
     stage.seen[i] = valid ? visible(query_ + i, query_ + i) : KeyRange{0, 0};
     if (i == 0) {
       const int last = query_ + min(count(), kQueries) - 1;
