@@ -481,20 +481,22 @@ def test_it_arrives(
         assert arrived and set(arrived) == {int(options.get("batch_invariant", False) or always)}
 
 
-# head sizes, dtype, and the kernel on each platform
+# head sizes, dtype, the kernel on each platform, and why it is not the fastest one on a GPU
 SERVED = [
-    (64, 64, "float32", {"cpu": "tiles", "cuda": "tile32"}),
-    (128, 128, "bfloat16", {"cpu": "tiles", "cuda": "tile"}),
-    (192, 128, "float16", {"cpu": "tiles", "cuda": "large"}),
-    (576, 512, "bfloat16", {"cpu": "tiles", "cuda": "large"}),
+    (64, 64, "float32", {"cpu": "tiles", "cuda": "tile32"}, "queries are float32"),
+    (128, 128, "bfloat16", {"cpu": "tiles", "cuda": "wide"}, ""),
+    (192, 128, "float16", {"cpu": "tiles", "cuda": "wide"}, ""),
+    (100, 100, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "the head size is not a multiple of 8"),
+    (252, 252, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "the head size is not a multiple of 8"),
+    (576, 512, "bfloat16", {"cpu": "tiles", "cuda": "large"}, "a head size, of 576 and 512, is above 256"),
 ]
 
 
 @pytest.mark.parametrize("tokens", [1, 500])
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.parametrize(("dim", "v_dim", "dtype", "kernels"), SERVED)
+@pytest.mark.parametrize(("dim", "v_dim", "dtype", "kernels", "why_not"), SERVED)
 def test_one_kernel(
-    dim: int, v_dim: int, dtype: str, kernels: dict[str, str], platform: str, tokens: int
+    dim: int, v_dim: int, dtype: str, kernels: dict[str, str], why_not: str, platform: str, tokens: int
 ) -> None:
     """It serves every sequence, and `explain` says why."""
     if not native.is_installed(platform):
@@ -506,8 +508,16 @@ def test_one_kernel(
     got = flashxla.explain(
         "paged_attention", query, caches, *index, 0.1, batch_invariant=True, platform=platform
     )
-    assert [(kernel.work, kernel.name) for kernel in got.kernels] == [("all queries", kernels[platform])]
-    assert got.reason == "batch_invariant: one kernel adds up every row in one order"
+    served = [(kernel.work, kernel.name) for kernel in got.kernels]
+    assert served[0] == ("all queries", kernels[platform])
+    # wide leaves it a sequence with a page that does not exist.
+    assert served[1:] == (
+        [("other sequences", "tile" if dim <= 128 else "large")] if served[0][1] == "wide" else []
+    )
+    reasons = ["batch_invariant: one kernel adds up every row in one order"]
+    if platform == "cuda" and why_not:
+        reasons.append(why_not)
+    assert got.reason == "; ".join(reasons)
 
 
 EXPLAIN = """

@@ -53,7 +53,7 @@ def test_parts(frontend: Frontend, rng: np.random.Generator, batch: str, kind: d
     case = Case(lens, heads=heads, **({"dtype": "bf16", "dim": 128, "page": 16} | kind))
     function, arguments = call_of(rng, case)
     if (served := served_by(frontend, function, arguments)) is not None:
-        packed = case.page != 4 and not case.alibi
+        packed = not case.alibi
         takes = packed or max(queries for queries, _ in lens) >= 48
         assert served == ("split" if case.page == 4 else "swap", "wide" if takes else "tile")
     check_twice(frontend, function, arguments)

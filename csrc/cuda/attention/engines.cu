@@ -31,6 +31,15 @@ const char* WhyNotMany(const Facts& facts, const ManyShape& shape) {
   return why;
 }
 
+// The reason of a call with batch_invariant.
+const char* WhyOneKernel(const Choice& choice) {
+  const char* why_not_many = choice.why_not[kMany];
+  if (why_not_many[0] == '\0') return kWhyOneKernel;
+  static thread_local char why[256];  // valid until this thread's next call
+  std::snprintf(why, sizeof(why), "%s; %s", kWhyOneKernel, why_not_many);
+  return why;
+}
+
 }  // namespace
 
 const char* WhyMixedDtypes(const Problem& p) {
@@ -61,6 +70,7 @@ const char* WhyNot16Bit(const Problem& p) {
 Choice ChooseEngines(const Facts& facts) {
   Choice choice = {};
   Problem p = facts.problem;
+  choice.one_kernel = p.batch_invariant;
   const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
   const bool countable = AreFewStepsCountable(facts, true);
   const bool few_rows = longest <= MaxFewRows(p.group_size) && countable;
@@ -70,10 +80,10 @@ Choice ChooseEngines(const Facts& facts) {
     if (chosen != nullptr) continue;
     // Nothing would be left for it.
     if (engine->role == kMany && few_rows && choice.engines[kFew] != nullptr) continue;
-    // Those for the rest take every sequence, and add up a row in an order that only its own keys'
+    // All others take every sequence then, and add up a row in an order that only its own keys'
     // positions decide.
-    const bool one_kernel = p.batch_invariant && engine->role != kRest;
-    const char* why = one_kernel ? kWhyOneKernel : engine->why_not(facts);
+    const bool shares_keys = choice.one_kernel && engine->role == kFew;
+    const char* why = shares_keys ? kWhyOneKernel : engine->why_not(facts);
     if (why[0] == '\0' && engine->role == kMany) {
       const ManyShape shape = WideWork(p);
       why = WhyNotMany(facts, shape);
@@ -108,6 +118,9 @@ void AddKernels(const Choice& choice, flashxla_needs* needs) {
   const Engine &few = choice.Of(kFew), &many = choice.Of(kMany), &rest = choice.Of(kRest);
   if (choice.all_few) {
     AddKernel(needs, {"all queries", few.name, few.description, choice.why_not[kFew]});
+  } else if (choice.one_kernel) {
+    AddKernel(needs, {"all queries", many.name, many.description, WhyOneKernel(choice)});
+    if (&many != &rest) AddKernel(needs, {"other sequences", rest.name, rest.description, ""});
   } else if (&few == &many) {
     AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});
   } else {

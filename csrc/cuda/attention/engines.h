@@ -65,6 +65,7 @@ int64_t SplitWorkspaceBytes(const Problem& problem);
 struct Choice {
   const Engine* engines[kNumRoles];  // null: kRest's engine takes this role too
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
+  bool one_kernel;                   // batch_invariant: no engine for few queries
   bool all_few;                      // every sequence has few queries
   bool few_combines;                 // the engine for few queries ends a call by itself
   bool make_plan;                    // the engines can make the plan

@@ -75,8 +75,8 @@ struct KeyLoader {
   static_assert(kRowsAtOnce >= 1 && kRowsAtOnce <= kSliceKeys);
 
   // Starts the copies of 16 keys and values of one KV head into `stage`; those that do not exist
-  // become zeros. All lanes of the warp must call this. It does not write columns past head_size:
-  // the kernel zeroes them once.
+  // become zeros. All lanes of the warp must call this. Not all ways to copy write columns past
+  // head_size: the kernel zeroes them once.
   __device__ static void Start(const Problem& p, const KeyPlaces& places, int kv_head,
                                char* stage) {
     const char* k = p.k.data + kv_head * p.k.stride_head * kElementSize;
@@ -103,8 +103,8 @@ struct KeyLoader {
       const uint64_t from_v = __shfl_sync(kAllLanes, vector_v, row);
       const bool valid = (places.mask >> row) & 1;
       const int offset = ChunkOffset<kChunks>(row, chunk);
-      if (in_k) CopyAsync16(to + offset, k + from_k * 16, valid);
-      if (in_v) CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid);
+      CopyAsync16(to + offset, k + from_k * 16, valid && in_k);
+      CopyAsync16(to + kHalfBytes + offset, v + from_v * 16, valid && in_v);
     }
   }
 

@@ -12,12 +12,15 @@ namespace flashxla::attention {
 // The sequences, as CheckTables takes them.
 struct OwnList {
   struct Entry {
-    int index, num_keys, role;
+    int index, first_seen, num_keys, role;
   };
   PlannedSequence* sequences;
   int size;
 
-  __device__ Entry Get(int n) const { return {n, sequences[n].num_keys, sequences[n].role}; }
+  __device__ Entry Get(int n) const {
+    const PlannedSequence& s = sequences[n];
+    return {n, s.first_seen, s.num_keys, s.role};
+  }
   __device__ void SetRole(int n, Role role) const { sequences[n].role = role; }
 };
 
@@ -41,7 +44,7 @@ __device__ bool ReadOwnSequences(const Problem& p, PlannedSequence* sequences, N
       grows = grows && AreQueries(index, begin, end);
       s.first_query = begin, s.num_queries = end - begin;
       if (has_keys && s.num_queries > 0) {
-        s.role = RoleOf(p.roles, p.group_size, s, SetKvTiles(p.window, &s));
+        s.role = RoleOf(p.roles, p.group_size, s, SetSeen(p.window, &s));
       } else {
         s = {};
       }

@@ -20,11 +20,10 @@ __device__ int NumThreads() { return static_cast<int>(blockDim.x); }
 constexpr int kMaxSorted = 2048;
 // A sequence with more queries than this is long: several threads share its work here.
 constexpr int kMinLong = 8;
-static_assert(kMinLong < std::min(kMinManyQueries, kMinPackedQueries));
 
-// A long sequence: the part of ListedSequence that is needed here.
+// A long sequence, or one of role kMany: the part of ListedSequence that is needed here.
 struct LongSequence {
-  int32_t index, first_query, num_queries, num_keys;
+  int32_t index, first_query, num_queries, first_seen, num_keys;
   int32_t first_tile;  // see ListedSequence
   int32_t role;
 };
@@ -61,7 +60,7 @@ struct SequenceTable {
   }
 };
 
-// The long sequences in order. Those that are not kept are read from the plan.
+// The long sequences, and those of role kMany, in order. Those that are not kept are read from the plan.
 struct LongList {
   SequenceTable sequences;
   int32_t* places;  // in the plan: the sequence index of each entry
@@ -87,7 +86,7 @@ struct LongList {
 
  private:
   __device__ static LongSequence Of(int i, const ListedSequence& s) {
-    return {i, s.first_query, s.num_queries, s.num_keys, s.first_tile, s.role};
+    return {i, s.first_query, s.num_queries, s.first_seen, s.num_keys, s.first_tile, s.role};
   }
 };
 
@@ -244,8 +243,8 @@ __device__ void ListSequences(const PlanProblem& p, Scan& scan, const SequenceTa
       s.num_queries =
           grows ? At(index.cu_seqlens_q, i + 1) - s.first_query : sequences.plan[i].num_queries;
       if (ReadKeys(index, i, &s) && s.num_queries > 0) {
-        s.role = RoleOf(p.roles, p.group_size, s, SetKvTiles(p.window, &s));
-        is_long = s.num_queries > kMinLong;
+        s.role = RoleOf(p.roles, p.group_size, s, SetSeen(p.window, &s));
+        is_long = s.num_queries > kMinLong || s.role == kMany;
         if (!is_long) {
           const int mark = MarkOf(s.role, i);
           for (int t = 0; t < s.num_queries; ++t) token_sequence[s.first_query + t] = mark;

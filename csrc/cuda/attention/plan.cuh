@@ -50,8 +50,8 @@ inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys
 // A sequence, and what the plan adds.
 struct PlannedSequence : Sequence {
   int32_t role;
-  int32_t num_kv_tiles;   // few: kv tiles of each of its q tiles
-  int32_t first_kv_tile;  // few: the first kv tile that any row sees
+  int32_t num_kv_tiles;  // few: kv tiles of each of its q tiles
+  int32_t first_seen;    // the first key that any row sees
 };
 
 // The same in the plan.

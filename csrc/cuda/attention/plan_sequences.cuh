@@ -39,11 +39,12 @@ __device__ inline void ReadUnsoundQueries(const IndexTensors& index, int num_seq
   }
 }
 
-// Fills in the kv tiles that any row of a sequence sees, and returns the keys.
-__device__ inline KeyRange SetKvTiles(const Window& window, PlannedSequence* s) {
+// Fills in the first key and the kv tiles that any row of a sequence sees, and returns the keys.
+__device__ inline KeyRange SetSeen(const Window& window, PlannedSequence* s) {
   const KeyRange keys = VisibleKeys(*s, window, 0, s->num_queries - 1);
-  s->first_kv_tile = keys.begin / kFewKvTileKeys;
-  s->num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - s->first_kv_tile;
+  s->first_seen = keys.begin;
+  s->num_kv_tiles =
+      (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - keys.begin / kFewKvTileKeys;
   return keys;
 }
 
@@ -81,19 +82,25 @@ struct Lanes {
   }
 };
 
-// Whether the table has an unsound page among a sequence's first `pages`; this thread looks at
-// pages first, first + step, ...
-__device__ inline bool HasUnsoundPage(const BlockTable& table, int index, unsigned pages,
+// Pages [begin, end) of a sequence.
+struct PageRange {
+  unsigned begin, end;
+  __device__ unsigned size() const { return end - begin; }
+};
+
+// Whether the table has an unsound page among these; of each `step` of them this thread looks at
+// number `first`.
+__device__ inline bool HasUnsoundPage(const BlockTable& table, int index, PageRange pages,
                                       unsigned first, unsigned step) {
   constexpr int kAtOnce = 8;  // loads that overlap
   bool unsound = false;
 #pragma unroll 1
-  for (unsigned base = first; base < pages; base += kAtOnce * step) {
+  for (unsigned base = pages.begin + first; base < pages.end; base += kAtOnce * step) {
     int block[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const unsigned page = base + i * step;
-      block[i] = page < pages ? Entry(table, index, static_cast<int>(page)) : 0;
+      block[i] = page < pages.end ? Entry(table, index, static_cast<int>(page)) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) unsound |= !IsSound(table, block[i]);
@@ -141,26 +148,28 @@ class TableGlance {
   int block_[kAtOnce];
 };
 
-// The engine for many queries does not check page numbers: a sequence with an unsound page gets
-// another role. (The cache has pages; without any, the engine does not serve the call.)
-// list: its size, SetRole(n, role), and Get(n) with the index, num_keys and role of a sequence. All
-// threads of the block must call it.
+// The engine for many queries takes each key that a row sees as one that is there: a sequence with
+// an unsound page among these gets another role. (The cache has pages; without any, the engine does
+// not serve the call.) list: its size, SetRole(n, role), and Get(n) with the index, first_seen,
+// num_keys and role of a sequence. All threads of the block must call it.
 template <typename List>
 __device__ void CheckTables(const RoleRules& rules, const BlockTable& table, const List& list) {
   // Lanes check a sequence of so many pages each, else all threads: so do they for a few sequences
   // in the time of one round of loads.
-  const int most_of_lane = min(8 * list.size, 128);
+  const unsigned most_of_lane = min(8 * list.size, 128);
   const Role other = rules.few_takes_rest ? kFew : kRest;
-  auto pages_of = [&](const auto& s) {
-    return s.role == kMany ? (s.num_keys - 1) / table.block_size + 1 : 0;
+  auto pages_of = [&](const auto& s) -> PageRange {
+    if (s.role != kMany) return {0, 0};
+    const unsigned size = table.block_size;
+    return {s.first_seen / size, (s.num_keys - 1) / size + 1};
   };
   bool more = false;
   const Lanes lanes(list.size);
 #pragma unroll 1
   for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
     const auto s = list.Get(n);
-    const int pages = pages_of(s);
-    if (pages > most_of_lane * lanes.count) {
+    const PageRange pages = pages_of(s);
+    if (pages.size() > most_of_lane * lanes.count) {
       more = true;
     } else if (lanes.Any(HasUnsoundPage(table, s.index, pages, lanes.lane(), lanes.count))) {
       if (lanes.lane() == 0) list.SetRole(n, other);
@@ -170,8 +179,8 @@ __device__ void CheckTables(const RoleRules& rules, const BlockTable& table, con
 #pragma unroll 1
   for (int n = 0; n < list.size; ++n) {
     const auto s = list.Get(n);
-    const int pages = pages_of(s);
-    if (pages <= most_of_lane * lanes.count) continue;
+    const PageRange pages = pages_of(s);
+    if (pages.size() <= most_of_lane * lanes.count) continue;
     const bool unsound = HasUnsoundPage(table, s.index, pages, threadIdx.x, blockDim.x);
     if (__syncthreads_or(unsound) && threadIdx.x == 0) list.SetRole(n, other);
   }

@@ -136,7 +136,7 @@ struct Cursor {
     tile_end += sequence.num_kv_tiles;
   }
   __device__ int first_key() const {
-    return (sequence.first_kv_tile + step - tile_start) * kFewKvTileKeys;
+    return (sequence.first_seen / kFewKvTileKeys + step - tile_start) * kFewKvTileKeys;
   }
 
   // The current q tile if it begins in block `block`, at step `segment`, and continues in others.

@@ -121,10 +121,9 @@ ManyShape WholeWork(const Problem& p, WideScores scores) {
           NumMultiprocessors()};
 }
 
-// The same where they may be.
-ManyShape DividedWork(const Problem& p) {
+// The same with all heads of a KV head in a q tile, if they fit.
+ManyShape PackedWork(const Problem& p) {
   ManyShape shape = WholeWork(p, WideScores::kMore);
-  shape.divides = true;
   if (CanPack(p, shape.q_tile_tokens)) {
     shape.packs = true, shape.num_heads = p.num_kv_heads;
     shape.q_tile_tokens /= p.group_size, shape.min_queries = kMinPackedQueries;
@@ -132,12 +131,16 @@ ManyShape DividedWork(const Problem& p) {
   return shape;
 }
 
-// Whether the plan may divide the keys of q tiles. With fewer keys, or more q tiles, it does not,
-// and the code for ALiBi and small pages has no room for it.
+// Whether the call's instance has code for several heads in a q tile, and for dividing keys. That
+// for ALiBi has no room for it.
+bool HasParts(const Problem& p) {
+  return KeysOf(p) != WideKeys::kDirect || p.alibi_slopes.data == nullptr;
+}
+
+// Whether the plan may divide the keys of q tiles. With fewer keys, or more q tiles, it does not.
 bool MayDivide(const Problem& p) {
-  const WideKeys keys = KeysOf(p);
-  if (keys == WideKeys::kDirect && (p.alibi_slopes.data != nullptr || Gathers(p))) return false;
-  const ManyShape shape = DividedWork(p);
+  if (p.batch_invariant || !HasParts(p)) return false;
+  const ManyShape shape = PackedWork(p);
   const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
   const int64_t most =
       tokens / shape.q_tile_tokens + std::min(sequences, tokens / shape.min_queries);
@@ -146,8 +149,10 @@ bool MayDivide(const Problem& p) {
 }
 
 WideScores ScoresOf(const Problem& p) {
-  if (p.alibi_slopes.data != nullptr || Gathers(p)) return WideScores::kAny;
-  return p.softcap > 0.f || MayDivide(p) ? WideScores::kMore : WideScores::kPlain;
+  if (p.alibi_slopes.data != nullptr) return WideScores::kAny;
+  if (p.batch_invariant || MayDivide(p)) return WideScores::kMore;
+  if (Gathers(p)) return WideScores::kAny;  // which has more registers for that
+  return p.softcap > 0.f ? WideScores::kMore : WideScores::kPlain;
 }
 
 // The results of parts of q tiles. As WideWork, this must not depend on the softcap, without which
@@ -233,7 +238,16 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 }  // namespace
 
 ManyShape WideWork(const Problem& p) {
-  return MayDivide(p) ? DividedWork(p) : WholeWork(p, ScoresOf(p));
+  if (p.batch_invariant) {
+    // It serves every sequence, so that of one token, too.
+    ManyShape shape = HasParts(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p));
+    shape.min_queries = 1;
+    return shape;
+  }
+  if (!MayDivide(p)) return WholeWork(p, ScoresOf(p));
+  ManyShape shape = PackedWork(p);
+  shape.divides = true;
+  return shape;
 }
 
 bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens) {

@@ -56,7 +56,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr bool kOverlap = !kTurns && S::kDirect;
   // Whether sums are scaled only where that makes a difference. Else it takes less time to scale
   // them always than to ask.
-  constexpr bool kLazy = kOverlap || S::kWidened || (S::kDirect && S::kGathers) || kDims > 128;
+  constexpr bool kLazy = kOverlap || S::kWidened || (S::kDirect && S::kAlibi) || kDims > 128;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;

@@ -28,8 +28,10 @@ struct WideRows {
   __device__ int2 Locate(int n, int first_row) const {
     const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
     if (key < 0 || key >= tile.s.num_keys) return make_int2(-1, 0);
-    const int page = p.PageOf(key);
-    return make_int2(Entry(p.block_table, tile.index, page), key - page * p.block_table.block_size);
+    const int page = p.PageOf(key), block = Entry(p.block_table, tile.index, page);
+    // Of keys that no row sees the page may be unsound: see CheckTables.
+    return make_int2(IsSound(p.block_table, block) ? block : -1,
+                     key - page * p.block_table.block_size);
   }
 
   // Starts to copy the rows to a stage, from its row `first_row` on; zeros where no key is.

@@ -43,7 +43,8 @@ struct WideBoxes {
   }
 
   // The block and token of the lane's box of kv tile n. For keys that do not exist it is a box
-  // outside the cache, which TMA fills with zeros. (Every page number is sound: see CheckTables.)
+  // outside the cache, which TMA fills with zeros. (So is every unsound page. No row sees its keys:
+  // see CheckTables.)
   __device__ int2 Locate(int n) const {
     const BlockTable& table = w.p.block_table;
     const int box = threadIdx.x & 31;

@@ -49,8 +49,9 @@ constexpr bool IsWidened(WideKeys keys) {
 // time, though it is not executed.
 enum class WideScores {
   kPlain,  // scores are products times a number
-  kMore,   // and a softcap, and q tiles whose keys are divided into parts
-  kAny,    // and ALiBi, and keys in pages so small that threads copy them
+  kMore,   // and a softcap, keys in pages so small that threads copy them, q tiles of several heads
+           // and q tiles whose keys are divided into parts
+  kAny,    // and ALiBi. Of 16-bit keys: a softcap, small pages and ALiBi
 };
 
 // Warpgroups that multiply.
@@ -77,7 +78,7 @@ struct WideShape {
   static constexpr bool kSoftcap = kScores != WideScores::kPlain;
   static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
   static constexpr bool kAlibi = kScores == WideScores::kAny;
-  static constexpr bool kGathers = kScores == WideScores::kAny;
+  static constexpr bool kGathers = kScores != WideScores::kPlain;
   static constexpr int kKeys = WideKvTileKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
@@ -123,9 +124,9 @@ struct WideShape {
                                 kBarrierBytes;
   // Of a thread: together what all threads have at the start. Those who only start copies by TMA
   // get few where the consumers need the rest.
-  static constexpr bool kLoadsByTma = kDirect && !kAlibi;
+  static constexpr bool kLoadsByTma = kDirect && !kGathers;
   static constexpr bool kConsumersNeedAll =
-      kLoadsByTma && (kDims > 192 || (kDims > 128 && kScores != WideScores::kPlain));
+      kLoadsByTma && kDims > 192;
   static constexpr int kProducerRegisters = kManyProducers      ? (kDims > 128 ? 40 : 48)
                                             : kConsumers > 2    ? 32
                                             : kConsumersNeedAll ? 24

@@ -74,18 +74,29 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
   constexpr int kColumns = S::kKeys;
   constexpr bool kAlibi = S::kAlibi;
   const int lane = threadIdx.x & 31;
+  // Relative to this thread's first column, so that its columns are compile-time constants.
+  const int offset = first_key + lane % 4 * 2;
+  auto mask = [&] {
+    if (first_key + kColumns > rows.end_all) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) {
+        if (i / 4 * 8 + i % 2 >= rows.end[i / 2 % 2] - offset) score[i] = -INFINITY;
+      }
+    }
+    if (first_key < rows.begin_all) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) {
+        if (i / 4 * 8 + i % 2 < rows.begin[i / 2 % 2] - offset) score[i] = -INFINITY;
+      }
+    }
+  };
   if (S::kSoftcap && rule.softcap > 0.f) {
+    mask();  // scores of keys that do not exist may be NaN, which four share
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) score[i] *= rule.softcap;
-    if (first_key + kColumns > rows.end_all || first_key < rows.begin_all) {
-      // Keys that do not exist may be NaN, so each score is computed by itself.
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) score[i] = TanhFromLog2(score[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; i += i % 4 == 0 ? 2 : 6) {  // four of a row
-        TanhFromLog2(score[i], score[i + 1], score[i + 4], score[i + 5]);
-      }
+    for (int i = 0; i < kColumns / 2; i += i % 4 == 0 ? 2 : 6) {  // four of a row
+      TanhFromLog2(score[i], score[i + 1], score[i + 4], score[i + 5]);
     }
   }
   const float scale = rule.rest<kAlibi>();
@@ -98,20 +109,7 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
       score[i] = fmaf(score[i], rule.scale, -rule.slope * fabsf(d));
     }
   }
-  // Relative to this thread's first column, so that its columns are compile-time constants.
-  const int offset = first_key + lane % 4 * 2;
-  if (first_key + kColumns > rows.end_all) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      if (i / 4 * 8 + i % 2 >= rows.end[i / 2 % 2] - offset) score[i] = -INFINITY;
-    }
-  }
-  if (first_key < rows.begin_all) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      if (i / 4 * 8 + i % 2 < rows.begin[i / 2 % 2] - offset) score[i] = -INFINITY;
-    }
-  }
+  mask();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float row_max = rows.row_max[r];
@@ -123,8 +121,9 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
     row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
     const float before = rows.row_max[r];
     if (kLazy && (row_max - before) * scale <= kLazyLog2) row_max = before;
-    const float base = row_max == -INFINITY ? 0.f : row_max * scale;
-    factor[r] = kLazy && row_max == before ? 1.f : Exp2(before * scale - base);
+    const float base = row_max == -INFINITY ? 0.f : __fmul_rn(row_max, scale);
+    // Rounded as the base is, so that it is exactly 1 where a row sees none of these keys.
+    factor[r] = kLazy && row_max == before ? 1.f : Exp2(__fmul_rn(before, scale) - base);
     const float lifted = kLift > 0 ? kLift - base : -base;
     rows.row_max[r] = row_max;
     float row_sum = 0.f;
