@@ -59,11 +59,7 @@ def rounding_of_weights(frontend: Frontend, function: str, arguments: Arguments)
     if values.dtype == DTYPES["u8"]:
         values = values.view(reference.FP8_FORMATS[arguments["kv_cache_dtype"]])
     e4m3 = DTYPES["e4m3"]
-    if (
-        frontend.device != "cuda"
-        or {queries.dtype, values.dtype} != {e4m3}
-        or arguments.get("batch_invariant")
-    ):
+    if frontend.device != "cuda" or {queries.dtype, values.dtype} != {e4m3}:
         return None
     magnitude = getattr(reference, function)(**arguments, positive_values=True)[0]
     largest = np.nanmax(np.abs(values.astype(np.float32)), initial=0.0) * _largest_scale(arguments)

@@ -60,7 +60,8 @@ struct SequenceTable {
   }
 };
 
-// The long sequences, and those of role kMany, in order. Those that are not kept are read from the plan.
+// The long sequences, and those of role kMany, in order. Those that are not kept are read from the
+// plan.
 struct LongList {
   SequenceTable sequences;
   int32_t* places;  // in the plan: the sequence index of each entry

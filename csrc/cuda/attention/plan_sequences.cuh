@@ -43,8 +43,7 @@ __device__ inline void ReadUnsoundQueries(const IndexTensors& index, int num_seq
 __device__ inline KeyRange SetSeen(const Window& window, PlannedSequence* s) {
   const KeyRange keys = VisibleKeys(*s, window, 0, s->num_queries - 1);
   s->first_seen = keys.begin;
-  s->num_kv_tiles =
-      (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - keys.begin / kFewKvTileKeys;
+  s->num_kv_tiles = (keys.end + kFewKvTileKeys - 1) / kFewKvTileKeys - keys.begin / kFewKvTileKeys;
   return keys;
 }
 

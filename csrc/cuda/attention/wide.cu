@@ -11,12 +11,33 @@
 #include "cuda/attention/wide_consumer.cuh"
 #include "cuda/attention/wide_fp8.cuh"
 #include "cuda/attention/wide_gather.cuh"
+#include "cuda/attention/wide_gather_fp8.cuh"
 #include "cuda/attention/wide_load.cuh"
 #include "cuda/attention/wide_plan.cuh"
 #include "cuda/call_tag.h"
 
 namespace flashxla::attention {
 namespace {
+
+#if defined(FLASHXLA_HOPPER)
+
+// The producer warps of fp8 keys.
+template <typename T, typename S>
+__device__ void Convert(const WideProblem& w, const WideShared<S>& shared, int items) {
+  constexpr bool kMayBeE5m2 = !S::kFp8;
+  const bool e5m2 = kMayBeE5m2 && w.p.kv_dtype == FLASHXLA_F8E5M2;
+  if constexpr (S::kGathers) {
+    if (w.gathers) {
+      if constexpr (S::kFp8) return GatherFp8(w, shared, items);
+      return e5m2 ? GatherWidened<T, S, kMayBeE5m2>(w, shared, items)
+                  : GatherWidened<T, S, false>(w, shared, items);
+    }
+  }
+  if (threadIdx.x < 32) return LoadRaw(w, shared, items);
+  e5m2 ? ConvertKeys<T, S, kMayBeE5m2>(w, shared) : ConvertKeys<T, S, false>(w, shared);
+}
+
+#endif
 
 // Product: what the products of queries and keys take; it is Out but for e4m3.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
@@ -49,15 +70,8 @@ __global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads,
       if (warp == 0) LoadKeys<S, false>(w, shared);
       if (warp == 1) LoadKeys<S, true>(w, shared);
       if (warp == 2) LoadQueries(w, shared, items);
-    } else if (warp == 0) {
-      if constexpr (S::kGathers) {
-        if (w.gathers) return GatherRaw(w, shared, items);
-      }
-      LoadRaw(w, shared, items);
-    } else if (!S::kFp8 && w.p.kv_dtype == FLASHXLA_F8E5M2) {
-      ConvertKeys<Out, S, true>(w, shared);
     } else {
-      ConvertKeys<Out, S, false>(w, shared);
+      Convert<Out>(w, shared, items);
     }
   } else {
     RaiseRegisters<S::kConsumerRegisters>();
@@ -79,7 +93,8 @@ WideKeys KeysOf(const Problem& p) {
 
 // Keys that threads copy, since TMA takes longer.
 bool Gathers(const Problem& p) {
-  const int least = WideLeastBoxKeys(IsFp8(p.kv_dtype));
+  const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
+  const int least = WideLeastBoxKeys(dims, KeysOf(p));
   return KeysOfBox(p, least) < least;
 }
 
@@ -181,7 +196,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.work = WideWork(p);
   w.num_heads = FastDivide(w.work.num_heads);
   w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
-  w.gathers = S::kGathers && w.box_keys < WideLeastBoxKeys(!S::kDirect);
+  w.gathers = S::kGathers && w.box_keys < S::kLeastBoxKeys;
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
       !MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||

@@ -1,5 +1,5 @@
 // wide's producer warps where the page size is no multiple of 8 keys. TMA takes some 30 cycles for
-// a box, however small, so here threads copy the keys, row by row.
+// a box, however small, so here all of these warps copy keys, row by row.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 
@@ -12,12 +12,12 @@ namespace flashxla::attention {
 #if defined(FLASHXLA_HOPPER)
 
 // Rows of kv tiles as a warp copies them, so many at a time. Each lane knows where one row lies,
-// and copies a vector of each. fp8 rows stay as they are in memory.
+// and copies a vector of each. Rows of e4m3 stay as they are in memory.
 template <typename S>
 struct WideRows {
   static constexpr int kElements = S::kDirect ? 8 : 16;  // of a vector of 16 bytes
   static constexpr int kVectors = (S::kDirect ? S::kBlocks : S::kRawBlocks) * kWideRowBytes / 16;
-  static constexpr int kCount = S::kDirect ? S::kKeys / kGatheringWarps : 32;
+  static constexpr int kCount = S::kKeys / (S::kProducerThreads / 32);
   static constexpr int kAtOnce = 32 / kVectors;  // rows that the lanes copy together
   static_assert(kCount % (4 * kAtOnce) == 0);
   const Problem& p;
@@ -128,68 +128,6 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
       place = next;
     }
     drain();
-  }
-}
-
-// fp8 keys: one warp copies everything, for those that convert it.
-template <typename S>
-__device__ void GatherRaw(const WideProblem& w, const WideShared<S>& shared, int items) {
-  using Rows = WideRows<S>;
-  constexpr int kLoads = S::kKeys / Rows::kCount;  // of a kv tile
-  const Problem& p = w.p;
-  PipelineState<S::kQueryStages> queries;
-  PipelineState<S::kStages> keys;
-  PipelineState<S::kRawStages> raw;
-  uint32_t on_the_way = 0;  // which keys of e4m3, for the matrix instructions
-  auto finish = [&] {
-    if (on_the_way == 0) return;
-    FenceProxy();
-    Release(on_the_way);
-    on_the_way = 0;
-  };
-  WideSchedule<S> schedule(shared, items);
-  WideTiles<S> tiles(shared);
-  schedule.HandOut(w);
-  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
-    LoadQueryTile(w, shared, tile, queries);
-    schedule.HandOut(w);
-    const Rows rows{p, tile};
-    int2 place[kLoads], next[kLoads];
-    auto copy = [&](const Cache& cache, uint32_t stage) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) rows.Copy(cache, place[i], i * Rows::kCount, stage);
-    };
-    auto copy_raw = [&](const Cache& cache) {
-      WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
-      copy(cache, shared.raw(raw.stage));
-      ArriveAfterCopies(shared.raw_full(raw.stage));
-      raw.Next();
-    };
-    const int first = tile.begin / S::kKeys, last = (tile.end + S::kKeys - 1) / S::kKeys - 1;
-    // Each kv tile is located a turn before it is copied, to hide the block table's latency.
-#pragma unroll 1
-    for (int n = last + 1; n >= first; --n) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) next[i] = rows.Locate(n - 1, i * Rows::kCount);
-      if (n <= last) {
-        if constexpr (S::kFp8) {
-          WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
-          copy(p.k, shared.keys(keys.stage));
-          CommitCopies();
-          WaitCopies<1>();  // those before
-          finish();
-          on_the_way = shared.keys_full(keys.stage);
-          keys.Next();
-        } else {
-          copy_raw(p.k);
-        }
-        copy_raw(p.v);
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) place[i] = next[i];
-    }
-    WaitCopies<0>();
-    finish();
   }
 }
 

@@ -31,7 +31,7 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
 template <typename S>
 struct WideBoxes {
   static constexpr int kKeys = S::kKeys;
-  static_assert(kKeys / WideLeastBoxKeys(!S::kDirect) <= 32);
+  static_assert(kKeys / S::kLeastBoxKeys <= 32);
   const WideProblem& w;
   const ManyTile& tile;
   const int32_t* pages;  // of the sequence; null: dense

@@ -29,10 +29,6 @@ struct OwnTile {
 // In shared memory queries, keys and values lie in blocks of columns, i.e. rows of 128 bytes.
 constexpr int kWideRowBytes = 128;
 
-// Boxes of fewer keys take TMA longer than threads. Fewer threads copy fp8 keys.
-constexpr int WideLeastBoxKeys(bool fp8) { return fp8 ? 4 : 8; }
-constexpr int kGatheringWarps = kWarpgroupThreads / 32;
-
 // How keys and values get from memory to the products.
 enum class WideKeys {
   kDirect,   // 16 bit, as the queries: TMA loads them
@@ -43,6 +39,11 @@ enum class WideKeys {
 
 constexpr bool IsWidened(WideKeys keys) {
   return keys == WideKeys::kWidened || keys == WideKeys::kAllWidened;
+}
+
+// Boxes of fewer keys take TMA longer than threads, which have more to do where they widen keys.
+constexpr int WideLeastBoxKeys(int dims, WideKeys keys) {
+  return IsWidened(keys) && dims > 64 ? 4 : 8;
 }
 
 // What an instance has code for: ALiBi costs registers, and code between what all calls need costs
@@ -80,6 +81,7 @@ struct WideShape {
   static constexpr bool kAlibi = kScores == WideScores::kAny;
   static constexpr bool kGathers = kScores != WideScores::kPlain;
   static constexpr int kKeys = WideKvTileKeys(kDims, kKeyKind);
+  static constexpr int kLeastBoxKeys = WideLeastBoxKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
@@ -125,8 +127,7 @@ struct WideShape {
   // Of a thread: together what all threads have at the start. Those who only start copies by TMA
   // get few where the consumers need the rest.
   static constexpr bool kLoadsByTma = kDirect && !kGathers;
-  static constexpr bool kConsumersNeedAll =
-      kLoadsByTma && kDims > 192;
+  static constexpr bool kConsumersNeedAll = kLoadsByTma && kDims > 192;
   static constexpr int kProducerRegisters = kManyProducers      ? (kDims > 128 ? 40 : 48)
                                             : kConsumers > 2    ? 32
                                             : kConsumersNeedAll ? 24
@@ -211,21 +212,22 @@ struct WideShared {
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
     constexpr int kConverters = 32 * S::kConvertingWarps;
-    const int plain = gathers ? 32 * kGatheringWarps : 1, raw = gathers ? 32 : 1;
+    const int loaders = gathers ? S::kProducerThreads : 1;
+    const int converters = gathers ? S::kProducerThreads : kConverters;  // of widened keys
     for (int i = 0; i < S::kQueryStages; ++i) {
       InitBarrier(queries_full(i), 1);
       InitBarrier(queries_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kStages; ++i) {
-      InitBarrier(keys_full(i), S::kDirect ? plain : S::kFp8 ? raw : kConverters);
+      InitBarrier(keys_full(i), S::kWidened ? converters : loaders);
       InitBarrier(keys_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kValueStages; ++i) {
-      InitBarrier(values_full(i), S::kDirect ? plain : kConverters);
+      InitBarrier(values_full(i), S::kDirect ? loaders : S::kWidened ? converters : kConverters);
       InitBarrier(values_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kRawStages; ++i) {
-      InitBarrier(raw_full(i), raw);
+      InitBarrier(raw_full(i), loaders);
       InitBarrier(raw_empty(i), kConverters);
     }
     for (int i = 0; i < S::kTileStages; ++i) {
