@@ -61,7 +61,8 @@ def values() -> dict[str, str]:
         "gpu_mixed_table": tables.gpu(sections["mixed"], _MIXED),
         "gpu_writes_table": tables.gpu(sections["kv_write"], {name: name for name in _WRITES}, ".2f"),
         "programs_list": tables.programs(sections["overhead"]),
-        **_newer(Run("h100-prefill"), Run("h100-decode")),
+        "grown_gpu": content["device"]["name"],
+        "gpu_growth_table": tables.growth(Run("h200-growth")),
         **_decode(sections["decode"]),
         **_plan(Run("h200-plan")),
         **_step(Run("h200-step")),
@@ -88,19 +89,6 @@ the host's time for one operation that is called by itself: `x + 1`, and the wri
 {tables.steps_of_today(run)}
 
 ![Step](benchmarks/{STEPS_OF_TODAY}.svg)"""
-
-
-def _newer(prefill: Run, decode: Run) -> dict[str, str]:
-    """On another card, of a newer library."""
-    date = datetime.datetime.fromisoformat(prefill.content["date"])
-    return {
-        "newer_gpu": prefill.content["device"]["name"],
-        "newer_date": date.strftime("%-d %B %Y"),
-        "newer_matmul": f"{prefill.content['ceilings']['matmul']['rate']:.0f}",
-        "newer_prefill_table": tables.gpu(prefill, _PREFILL, ".0f", best=True),
-        "newer_copy": f"{decode.content['ceilings']['copy']['rate']:.2f}",
-        "newer_decode_table": tables.gpu(decode, _DECODE, ".2f", best=True),
-    }
 
 
 def _decode(run: Run) -> dict[str, str]:
