@@ -84,7 +84,8 @@ class WidenedRows {
     const uint32_t offset = places.block[g] * unit(cache.stride_block) +
                             places.token[g] * unit(cache.stride_token) +
                             tile_.kv_head * unit(cache.stride_head) + vector;
-    row = __ldg(reinterpret_cast<const uint4*>(cache.data) + offset);
+    // Past L1, as all copies: the kernel before may have written it, and no other warp wants it.
+    row = __ldcg(reinterpret_cast<const uint4*>(cache.data) + offset);
   }
 
   template <typename T, bool kE5m2>
