@@ -72,6 +72,9 @@ inline bool HasSharedMemory(int64_t bytes) {
 template <typename... Parameters, typename... Arguments>
 void LaunchDependent(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
                      cudaStream_t stream, Arguments&&... arguments) {
+  if (shared_bytes > 0) {  // a launch allows 48 KB unless told
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  }
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

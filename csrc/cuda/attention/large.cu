@@ -101,7 +101,6 @@ void Launch(const Problem& p, cudaStream_t stream) {
   WithKeys<kDims>(p, [&](auto t, auto keys) {
     constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kDims, kKeys>);
     auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     LaunchDependent(kernel, NumRestBlocks(p, BlocksEach(kDims)), kLargeThreads, kBytes, stream, p);
   });
 }
@@ -116,7 +115,6 @@ flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t
   WithKeys<kMostDims>(p, [&](auto t, auto keys) {
     constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kMostDims, kKeys>);
     auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads, kBytes, stream,
                     p, SplitWorkspace(p, workspace));
   });

@@ -1,6 +1,4 @@
 // Makes the plan: one thread block reads the index tensors once and lists the engines' work.
-#include <algorithm>
-
 #include "cuda/attention/many_parts.cuh"
 #include "cuda/attention/plan.cuh"
 #include "cuda/attention/plan_sequences.cuh"

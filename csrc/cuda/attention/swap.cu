@@ -210,7 +210,6 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   WithShape(p, [&](auto shape) {
     using S = typename decltype(shape)::type;
     auto* kernel = SwapKernel<S>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
     LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), S::kThreads, S::kBytes, stream,
                     w, SplitWorkspace(p, workspace));
   });

@@ -102,7 +102,6 @@ flashxla_status LaunchTile(const Problem& p, void*, cudaStream_t stream) {
     constexpr bool kFp8 = decltype(is_fp8)::value;
     constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
     auto* kernel = TileKernel<T, kDims, kFp8>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     LaunchDependent(kernel, NumRestBlocks(p, kDims > 128 ? 1 : 3), 32 * kWarps, kBytes, stream, p);
   });
   return FLASHXLA_OK;

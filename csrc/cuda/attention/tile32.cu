@@ -67,7 +67,6 @@ void Launch(const Problem& p, cudaStream_t stream) {
     if (!HasSharedMemory(S::kBytes)) return Launch<Others...>(p, stream);
   }
   auto* kernel = IsFp8(p.kv_dtype) ? Tile32Kernel<S, true> : Tile32Kernel<S, false>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   LaunchDependent(kernel, S::kBlocks * NumMultiprocessors(), 32 * S::kWarps, S::kBytes, stream, p);
 }
 

@@ -207,7 +207,6 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + PartialBytes(p));
   w.tag = NewCallTag();
   auto* kernel = WideKernel<Product, Out, kDims, kKeyKind, kScores>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
   return true;
 }

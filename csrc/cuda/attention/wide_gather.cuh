@@ -24,7 +24,8 @@ struct WideRows {
   const ManyTile& tile;
 
   // The block and token of the lane's row, from `first_row` of kv tile n on; a block of -1 if that
-  // key does not exist. Only starts to load the block.
+  // key does not exist. To ask for that here waits for the block table, but to ask at each copy, of
+  // keys and of values, takes longer.
   __device__ int2 Locate(int n, int first_row) const {
     const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
     if (key < 0 || key >= tile.s.num_keys) return make_int2(-1, 0);
