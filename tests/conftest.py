@@ -50,9 +50,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-only", type=int, default=None, metavar="NUMBER", help="this random call alone")
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run a random one of N tests")
     parser.addoption(
-        "--one-in-on-other-isas",
+        "--one-in-on-other-devices",
         type=int,
         default=4,
+        metavar="N",
+        help="of the tests that go through the cases of a GPU's engine, on a CPU",
+    )
+    parser.addoption(
+        "--one-in-on-other-isas",
+        type=int,
+        default=6,
         metavar="N",
         help="of the conformance tests on each instruction set but the best",
     )
@@ -60,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "frontends(*names): the front ends that a test runs through")
+    config.addinivalue_line("markers", "gpu_engine: cases that differ for an engine of GPUs alone")
     unknown = set(_selected(config)) - set(FRONTENDS)
     if unknown:
         raise pytest.UsageError(f"--frontends: {sorted(unknown)} not in {list(FRONTENDS)}")
@@ -101,12 +109,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = {item for item in items if _frontend_of(item) not in (None, *_selected(config))}
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
-    if config.option.one_in > 1:
-        kept = np.random.default_rng(config.option.seed).random(len(items)) * config.option.one_in < 1
-        config.hook.pytest_deselected(
-            items=[item for item, keep in zip(items, kept, strict=True) if not keep]
-        )
-        items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+    of_gpus = 1 if config.option.device == "cuda" else config.option.one_in_on_other_devices
+    draws = np.random.default_rng(config.option.seed).random(len(items))
+    kept = {
+        item
+        for item, draw in zip(items, draws, strict=True)
+        if draw * config.option.one_in * (of_gpus if item.get_closest_marker("gpu_engine") else 1) < 1
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
     for item in items:
         function = getattr(item, "function", None)
         if getattr(function, "is_hypothesis_test", False):

@@ -234,13 +234,42 @@ ENGINES = [
         "large",
     ),
     (Case(ODD, dim=8, v_dim=504, dtype="f16", used=True, lse=False), "large_split", "large"),
-    # general: such head sizes, and float32 or fp8, or no vectors
-    (Case(DECODE, heads=(16, 1), dim=576, v_dim=512, page=16, sinks="f32"), "general", "general"),
+    # with fp8 keys, and fp8 queries
     (
         Case(DECODE, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", cache="e4m3", page=8),
-        "general",
-        "general",
+        "large_split",
+        "large_split",
     ),
+    (
+        Case(DECODE, heads=(128, 1), dim=576, v_dim=512, dtype="e4m3", cache="e4m3", page=64, descale="1"),
+        "large_split",
+        "large_split",
+    ),
+    (
+        Case(ONE_LONG, heads=(16, 1), dim=576, v_dim=512, dtype="f16", cache="e5m2", page=1, sinks="f32"),
+        "large_split",
+        "large_split",
+    ),
+    (
+        Case(RAGGED, heads=(8, 2), dim=320, dtype="bf16", cache="e4m3", page=16, alibi="H", descale="SH"),
+        "large_split",
+        "large_split",
+    ),
+    (Case(PREFILL, dim=576, v_dim=512, dtype="bf16", cache="e5m2", page=16), "large_split", "large"),
+    (
+        Case(LONG, dim=512, dtype="e5m2", cache="e4m3", page=7, softcap=5.0, descale="SH"),
+        "large_split",
+        "large",
+    ),
+    (
+        Case(ODD, heads=(2, 1), dim=272, dtype="f16", cache="e4m3", window=(17, 9), causal=False),
+        "large_split",
+        "large",
+    ),
+    (Case(LONG, dim=16, v_dim=400, dtype="bf16", cache="e4m3", leftpad=True), "large_split", "large"),
+    # general: such head sizes, and float32, or no vectors
+    (Case(DECODE, heads=(16, 1), dim=576, v_dim=512, page=16, sinks="f32"), "general", "general"),
+    (Case(DECODE, heads=(2, 1), dim=280, dtype="bf16", cache="e4m3", page=8), "general", "general"),
     (Case(ODD, heads=(2, 1), dim=300, dtype="bf16", window=(17, 9), causal=False), "general", "general"),
     (Case(PREFILL, dim=128, v_dim=300, page=8, alibi="H", leftpad=True), "general", "general"),
     # values whose head size differs from the keys', up to 256

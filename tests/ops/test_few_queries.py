@@ -22,6 +22,8 @@ from tests.frontends import Frontend, TorchFrontend, map_arrays
 from tests.ops.engines import ONE_TENSOR, call_of, check_twice, served_by
 from tests.ops.test_index_tensors import assert_paged, corruptions, inside, paged_arguments, seeds
 
+pytestmark = pytest.mark.gpu_engine
+
 # By the most rows that a call promises.
 ROWS = {
     "16 rows": Case(((1, 700), (8, 70), (9, 129), (0, 9), (16, 1100), (3, 0), (5, 3)), heads=(2, 2)),

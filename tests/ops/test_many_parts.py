@@ -16,6 +16,8 @@ from tests.batches import Case
 from tests.frontends import Frontend
 from tests.ops.engines import call_of, check_twice, served_by
 
+pytestmark = pytest.mark.gpu_engine
+
 # Query tokens and keys of each sequence; heads.
 BATCHES = {
     "one q tile": (((70, 9000),), (1, 1)),

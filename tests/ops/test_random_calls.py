@@ -148,7 +148,7 @@ def float32(rng: Rng) -> dict[str, Any]:
 def apart(rng: Rng) -> dict[str, Any]:
     """Head sizes of keys and values apart, or above 256: large and general."""
     dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), tuple(rng.integers(1, 513, 2)))
-    base = pick(rng, few, tile, float32)(rng)
+    base = pick(rng, few, tile, fp8, float32)(rng)
     group = min(base["group"], 8)
     return {**base, "group": group, "lens": base["lens"][:8], "dim": dims[0], "v_dim": int(dims[1])}
 

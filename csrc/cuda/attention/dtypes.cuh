@@ -6,6 +6,9 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
+#include "cuda/attention/mma.cuh"
 #include "flashxla/common.h"
 
 namespace flashxla::attention {
@@ -38,6 +41,18 @@ __device__ inline void WidenFp8x4(uint32_t bytes, uint32_t* low, uint32_t* high)
   };
   *low = widen(bytes & 0xffff), *high = widen(bytes >> 16);
 #endif
+}
+
+// Two pairs of T from four fp8 numbers; exact.
+template <typename T, bool kE5m2>
+__device__ inline void WidenTo(uint32_t bytes, uint32_t* low, uint32_t* high) {
+  WidenFp8x4<kE5m2>(bytes, low, high);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    for (uint32_t* pair : {low, high}) {
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(*pair));
+      *pair = Pack<T>(x.x, x.y);
+    }
+  }
 }
 
 __device__ inline float DecodeFp8(uint8_t bits, bool e5m2) { return DecodeFp8x2(bits, e5m2).x; }

@@ -1,5 +1,5 @@
-// large: 16-bit queries and keys with head sizes above 128, on all GPUs since Ampere. large_split:
-// few queries, with head sizes above 256, by split-KV.
+// large: 16-bit queries and keys with head sizes above 128, and fp8 ones with head sizes above 256,
+// on all GPUs since Ampere. large_split: few queries, with head sizes above 256, by split-KV.
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -13,11 +13,11 @@ constexpr int kMostDims = static_cast<int>(kMaxHeadSize);
 // Thread blocks of a multiprocessor.
 constexpr int BlocksEach(int dims) { return dims > kMaxUsualHeadSize ? 1 : 2; }
 
-template <typename T, int kDims, int kKeys>
+template <typename T, int kDims, int kKeys, bool kFp8>
 __global__ void __launch_bounds__(kLargeThreads, BlocksEach(kDims))
     LargeKernel(const __grid_constant__ Problem p) {
-  extern __shared__ __align__(16) char memory[];
-  LargeTile<T, kDims, kKeys> rows(p, memory);
+  extern __shared__ __align__(1024) char memory[];
+  LargeTile<T, kDims, kKeys, kFp8> rows(p, memory);
   TriggerNext();
   WaitForPrevious();
   const int num_items = RestTile::Count(p);
@@ -29,12 +29,12 @@ __global__ void __launch_bounds__(kLargeThreads, BlocksEach(kDims))
   }
 }
 
-template <typename T, int kKeys>
+template <typename T, int kKeys, bool kFp8>
 __global__ void __launch_bounds__(kLargeThreads, 1)
     LargeSplitKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
   static_assert(kFewKvTileKeys % kKeys == 0);
-  extern __shared__ __align__(16) char memory[];
-  LargeTile<T, kMostDims, kKeys> rows(p, memory);
+  extern __shared__ __align__(1024) char memory[];
+  LargeTile<T, kMostDims, kKeys, kFp8> rows(p, memory);
   const int kv_head = blockIdx.x;
   TriggerNext();
   WaitForPrevious();
@@ -68,12 +68,12 @@ const char* WhyNotLarge(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
   if (p.LargerHeadSize() <= 128) return "head sizes are at most 128";
-  if (ElementSize(p.q_dtype) != 2) return "queries are not of 16 bits";
-  if (IsFp8(p.kv_dtype)) return "keys are fp8";
+  if (p.q_dtype == FLASHXLA_F32) return "queries are float32";
   if (!p.kv_vectors() || !AreVectors(p.q, p.q_dtype)) {
     return "strides, addresses or head sizes are not multiples of 16 bytes";
   }
   const bool usual = p.LargerHeadSize() <= kMaxUsualHeadSize;
+  if (usual && IsFp8(p.kv_dtype)) return "keys are fp8, in heads of at most 256";
   const int bytes =
       usual ? sizeof(LargeShared<kMaxUsualHeadSize, 32>) : sizeof(LargeShared<kMostDims, 32>);
   return HasSharedMemory(bytes) ? "" : "the GPU has too little shared memory";
@@ -86,21 +86,31 @@ const char* WhyNotLargeSplit(const Facts& facts) {
   return AreFewStepsCountable(facts, false) ? "" : "the batch has too many keys for split-KV";
 }
 
-// Calls body(Type<T>, integral_constant<int, kKeys>), with the most keys for which there is room.
+// Calls body(Type<T>, integral_constant<int, kKeys>, bool_constant<kFp8>), with the most keys for
+// which there is room.
 template <int kDims, typename Body>
-void WithKeys(const Problem& p, Body&& body) {
-  auto with_keys = [&](auto t) {
-    HasSharedMemory(sizeof(LargeShared<kDims, 64>)) ? body(t, std::integral_constant<int, 64>{})
-                                                    : body(t, std::integral_constant<int, 32>{});
+void WithTile(const Problem& p, Body&& body) {
+  auto with_keys = [&](auto t, auto fp8) {
+    HasSharedMemory(sizeof(LargeShared<kDims, 64>))
+        ? body(t, std::integral_constant<int, 64>{}, fp8)
+        : body(t, std::integral_constant<int, 32>{}, fp8);
   };
-  p.out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}) : with_keys(Type<__nv_bfloat16>{});
+  auto with_dtype = [&](auto fp8) {
+    p.out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}, fp8)
+                                : with_keys(Type<__nv_bfloat16>{}, fp8);
+  };
+  if constexpr (kDims > kMaxUsualHeadSize) {
+    if (IsFp8(p.kv_dtype)) return with_dtype(std::true_type{});
+  }
+  with_dtype(std::false_type{});
 }
 
 template <int kDims>
 void Launch(const Problem& p, cudaStream_t stream) {
-  WithKeys<kDims>(p, [&](auto t, auto keys) {
+  WithTile<kDims>(p, [&](auto t, auto keys, auto fp8) {
     constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kDims, kKeys>);
-    auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys>;
+    constexpr bool kFp8 = decltype(fp8)::value;
+    auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys, kFp8>;
     LaunchDependent(kernel, NumRestBlocks(p, BlocksEach(kDims)), kLargeThreads, kBytes, stream, p);
   });
 }
@@ -112,9 +122,10 @@ flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
 }
 
 flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t stream) {
-  WithKeys<kMostDims>(p, [&](auto t, auto keys) {
+  WithTile<kMostDims>(p, [&](auto t, auto keys, auto fp8) {
     constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kMostDims, kKeys>);
-    auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys>;
+    constexpr bool kFp8 = decltype(fp8)::value;
+    auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys, kFp8>;
     LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads, kBytes, stream,
                     p, SplitWorkspace(p, workspace));
   });

@@ -1,15 +1,19 @@
-// A q tile of 64 rows with head sizes above 128, by warp-wide tensor core instructions.
+// A q tile of 64 rows with head sizes above 128: on Hopper by its matrix instructions (wgmma), else
+// by warp-wide ones.
 //
 // A warp has little room for the results of such heads, or none, so two warps share 16 rows: each
 // has the scores of half of the keys and, of all keys, half of the values' columns. They exchange
-// their largest scores and the weights through shared memory.
+// their largest scores and the weights through shared memory. The four warps of a half are a
+// warpgroup, whose results lie in registers as those of warp-wide instructions do.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_TILE_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_TILE_CUH_
 
 #include <algorithm>
 
 #include "common/attention_arguments.h"
+#include "cuda/attention/dtypes.cuh"
 #include "cuda/attention/key_loader.cuh"
+#include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/rest_tile.cuh"
 #include "cuda/attention/split.cuh"
 #include "cuda/attention/warp_rows.cuh"
@@ -19,23 +23,25 @@ namespace flashxla::attention {
 constexpr int kLargeRows = kRestQTileRows, kLargeGroups = kLargeRows / 16;
 constexpr int kLargeWarps = 2 * kLargeGroups, kLargeThreads = 32 * kLargeWarps;
 
-// With kKeys keys of a kv tile, of up to kDims dims. Rows are 16 bytes longer than what they hold,
-// so that matrix loads have no bank conflicts.
+// With kKeys keys of a kv tile, of up to kDims dims. Rows lie in blocks of 64 columns, of 128 bytes
+// a row: in a block the 16-byte chunk c of row r is at place c ^ r % 8, as Hopper's instructions
+// want it and warp-wide loads have no bank conflicts.
+constexpr int kLargeRowBytes = 128, kLargeBlockColumns = 64;
 template <int kDims, int kKeys>
-struct alignas(16) LargeShared {
+struct alignas(1024) LargeShared {
   static constexpr int kValueDims = std::min(kDims, static_cast<int>(kMaxValueHeadSize));
-  static constexpr int kKeyStride = kDims * 2 + 16;  // also of queries
-  static constexpr int kValueStride = kValueDims * 2 + 16;
-  static constexpr int kWeightStride = kKeys * 2 + 16;
+  static_assert(kDims % kLargeBlockColumns == 0 && kKeys <= kLargeBlockColumns);
 
-  char queries[kLargeRows * kKeyStride];
-  char keys[kKeys * kKeyStride], values[kKeys * kValueStride];
-  char weights[kLargeRows * kWeightStride];
+  char queries[kDims / kLargeBlockColumns][kLargeRows * kLargeRowBytes];
+  char keys[kDims / kLargeBlockColumns][kKeys * kLargeRowBytes];
+  char values[kValueDims / kLargeBlockColumns][kKeys * kLargeRowBytes];
+  char weights[kLargeRows * kLargeRowBytes];
   float row_max[2][kLargeRows], row_sum[2][kLargeRows];  // of each half of the keys
   uint32_t masks[kLargeWarps];  // which of the keys that a warp loads exist
 };
 
-template <typename T, int kDims, int kKeys>
+// kFp8: of keys and values. Queries are fp8, too, or T.
+template <typename T, int kDims, int kKeys, bool kFp8>
 class LargeTile {
  public:
   using Shared = LargeShared<kDims, kKeys>;
@@ -56,7 +62,7 @@ class LargeTile {
     auto load_keys = [&] {
       places.Resolve(p);
       if (lane() == 0) shared.masks[warp()] = places.mask & ((1u << kLoads) - 1);
-      LoadRows<Shared::kKeyStride>(p.k, places, tile.kv_head, shared.keys);
+      LoadRows(p.k, places, tile.kv_head, shared.keys[0]);
       CommitCopies();
     };
     load_keys();
@@ -72,8 +78,13 @@ class LargeTile {
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
       WaitCopies<0>();
+      if constexpr (kFp8) WidenRows(p.k, shared.keys[0]);
+      ShowStores();
+      FinishValues();
       __syncthreads();  // the keys are there; all have used values and weights
-      LoadRows<Shared::kValueStride>(p.v, places, tile.kv_head, shared.values);
+      float score[kTiles][4];
+      StartScores(score);
+      LoadRows(p.v, places, tile.kv_head, shared.values[0]);
       CommitCopies();
       places = find(key + kKeys);
       uint32_t mask = 0;
@@ -81,18 +92,20 @@ class LargeTile {
       for (int i = 0; i < kLargeWarps / 2; ++i) {
         mask |= shared.masks[half() * kLargeWarps / 2 + i] << i * kLoads;
       }
-      float score[kTiles][4];
-      MultiplyKeys(score);
+      FinishScores(score);
       rows.Score(p, key + mine, mask, score);
       GiveMax(score);
       __syncthreads();  // the largest scores are there; all have used the keys
       load_keys();
       Weigh(score);
       WaitCopies<1>();
+      if constexpr (kFp8) WidenRows(p.v, shared.values[0]);
+      ShowStores();
       __syncthreads();  // weights and values are there
-      AddValues();
+      StartValues();
     }
     WaitCopies<0>();
+    FinishValues();
     GiveSum();
     __syncthreads();
   }
@@ -135,7 +148,8 @@ class LargeTile {
  private:
   static constexpr int kLoads = kKeys / kLargeWarps;  // keys that a warp loads
   static constexpr int kTiles = kKeys / 16;           // of 8 keys, of a half
-  static constexpr int kHalfDims = Shared::kValueDims / 2;
+  static constexpr int kHalfDims = Shared::kValueDims / 2, kLeastHalfDims = 128;
+  static constexpr int kBlockBytes = kKeys * kLargeRowBytes;  // of keys and values
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
   __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
@@ -144,9 +158,13 @@ class LargeTile {
   // The tile's row that is this lane's r-th.
   __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
   // Columns that the matrix instructions read: those past the head size are zeros.
-  __device__ static int ReadColumns(int head_size) { return (head_size + 15) / 16 * 16; }
-  // Blocks of 16 columns of the values that a half has.
-  __device__ int Blocks() const { return (p.v.head_size + 31) / 32; }
+  __device__ static int ReadColumns(int head_size) {
+    return (head_size + kLargeBlockColumns - 1) / kLargeBlockColumns * kLargeBlockColumns;
+  }
+  // Columns of the values that a half has.
+  __device__ int HalfColumns() const {
+    return max(ReadColumns((p.v.head_size + 1) / 2), kLeastHalfDims);
+  }
   __device__ float SumOf(int r) const {
     return shared.row_sum[0][Row(r)] + shared.row_sum[1][Row(r)];
   }
@@ -156,8 +174,8 @@ class LargeTile {
   __device__ void ForEachPair(int r, Body&& body) const {
 #pragma unroll
     for (int n = 0; n < kHalfDims / 8; ++n) {
-      const int d = (half() * 2 * Blocks() + n) * 8 + lane() % 4 * 2;
-      if (n < 2 * Blocks() && d < p.v.head_size) body(d, out[n][2 * r], out[n][2 * r + 1]);
+      const int d = half() * HalfColumns() + n * 8 + lane() % 4 * 2;
+      if (n * 8 < HalfColumns() && d < p.v.head_size) body(d, out[n][2 * r], out[n][2 * r + 1]);
     }
   }
 
@@ -173,48 +191,167 @@ class LargeTile {
       const bool exists = row < tile.NumRows(p) && d < p.k.head_size;
       const int64_t offset =
           exists ? (tile.s.first_query + query) * p.q.stride_token + head * p.q.stride_head + d : 0;
-      CopyAsync16(to + i / kChunks * Shared::kKeyStride + d * 2, p.q.data + offset * 2, exists);
-    }
-  }
-
-  // This warp's rows of keys or values; zeros for those that do not exist.
-  template <int kStride>
-  __device__ void LoadRows(const Cache& c, const KeyPlaces& places, int kv_head, char* stage) {
-    constexpr int kPasses = (kStride - 16 + 511) / 512;  // of all lanes, for a row
-    const int columns = ReadColumns(c.head_size);
-    const auto mine = reinterpret_cast<unsigned long long>(
-        c.data + (places.OffsetIn(c) + kv_head * c.stride_head) * 2);
-    const uint32_t to = SharedAddress(stage) + warp() * kLoads * kStride + lane() * 16;
-#pragma unroll
-    for (int row = 0; row < kLoads; ++row) {
-      const auto from = __shfl_sync(kAllLanes, mine, row) + lane() * 16;
-      const bool exists = (places.mask >> row) & 1;
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int d = pass * 256 + lane() * 8;
-        if (d >= columns) continue;
-        CopyAsync16(to + row * kStride + pass * 512,
-                    reinterpret_cast<const char*>(from) + pass * 512, exists && d < c.head_size);
+      const uint32_t place = to + d / kLargeBlockColumns * kLargeRows * kLargeRowBytes +
+                             i / kChunks * kLargeRowBytes + (d / 8 % 8 ^ i / kChunks % 8) * 16;
+      if (kFp8 && p.q_dtype != p.out_dtype) {  // of fp8
+        const uint2 raw =
+            exists ? *reinterpret_cast<const uint2*>(p.q.data + offset) : make_uint2(0, 0);
+        StoreWidened(place, raw, p.q_dtype);
+      } else {
+        CopyAsync16(place, p.q.data + offset * 2, exists);
       }
     }
   }
 
+  // Calls body(row, pass, place, column) for each vector of 16 bytes that this lane copies of its
+  // warp's rows of keys or values: where in a stage it goes, and its first column. A vector of fp8
+  // goes to the first or second half of what it becomes; the lanes take turns, so that no two of
+  // those that store together meet in a bank.
+  template <typename Body>
+  __device__ void ForEachVector(const Cache& c, uint32_t stage, Body&& body) const {
+    constexpr int kColumns = kFp8 ? 16 : 8, kPasses = (kDims + 32 * kColumns - 1) / (32 * kColumns);
+    const int columns = ReadColumns(c.head_size), first_row = warp() * kLoads;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int vector = pass * 32 + lane();
+      const int chunk = kFp8 ? vector * 2 + Late() : vector;
+      if (vector * kColumns >= columns) continue;
+      const uint32_t place = stage + chunk / 8 * kBlockBytes + first_row * kLargeRowBytes +
+                             (chunk % 8 ^ first_row % 8) * 16;
+#pragma unroll
+      for (int row = 0; row < kLoads; ++row) {
+        body(row, (place ^ row * 16) + row * kLargeRowBytes, vector * kColumns);
+      }
+    }
+  }
+  __device__ static int Late() { return lane() / 4 % 2; }
+
+  // Starts to copy this warp's rows of keys or values; zeros for those that do not exist.
+  __device__ void LoadRows(const Cache& c, const KeyPlaces& places, int kv_head,
+                           char* stage) const {
+    constexpr int kBytes = kFp8 ? 1 : 2;
+    const auto mine = reinterpret_cast<unsigned long long>(
+        c.data + (places.OffsetIn(c) + kv_head * c.stride_head) * kBytes);
+    unsigned long long from[kLoads];
+#pragma unroll
+    for (int row = 0; row < kLoads; ++row) from[row] = __shfl_sync(kAllLanes, mine, row);
+    ForEachVector(c, SharedAddress(stage), [&](int row, uint32_t to, int column) {
+      CopyAsync16(to, reinterpret_cast<const char*>(from[row]) + column * kBytes,
+                  (places.mask >> row) & 1 && column < c.head_size);
+    });
+  }
+
+  __device__ static void StoreWidened(uint32_t to, uint2 raw, int32_t dtype) {
+    uint32_t wide[4];
+    if (dtype == FLASHXLA_F8E5M2) {
+      WidenTo<T, true>(raw.x, &wide[0], &wide[1]), WidenTo<T, true>(raw.y, &wide[2], &wide[3]);
+    } else {
+      WidenTo<T, false>(raw.x, &wide[0], &wide[1]), WidenTo<T, false>(raw.y, &wide[2], &wide[3]);
+    }
+    StoreShared16(to, wide);
+  }
+
+  // Widens what this lane copied.
+  __device__ void WidenRows(const Cache& c, char* stage) const {
+    ForEachVector(c, SharedAddress(stage), [&](int, uint32_t at, int) {
+      const uint4 raw = LoadShared<uint4>(at);
+      const uint2 low = make_uint2(raw.x, raw.y), high = make_uint2(raw.z, raw.w);
+      StoreWidened(at, Late() ? high : low, p.kv_dtype);
+      StoreWidened(at ^ 16, Late() ? low : high, p.kv_dtype);
+    });
+  }
+
+#if defined(FLASHXLA_HOPPER)
+
+  // To be called after stores that matrix instructions are to see, before the barrier.
+  __device__ static void ShowStores() { FenceProxy(); }
+
+  // The dot products of the 64 rows with the half's keys.
+  __device__ void StartScores(float (&score)[kTiles][4]) const {
+    const uint64_t queries = MatrixDescriptor(SharedAddress(shared.queries), 0);
+    const uint64_t keys =
+        MatrixDescriptor(SharedAddress(shared.keys) + half() * kBlockBytes / 2, 0);
+    const int blocks = ReadColumns(p.k.head_size) / kLargeBlockColumns;
+    FenceMatrix();
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        MatrixProduct<T, kKeys / 2>::Start(
+            Flat(score), After(queries, block * kLargeRows * kLargeRowBytes + k * 32),
+            After(keys, block * kBlockBytes + k * 32), block > 0 || k > 0);
+      }
+    }
+    CommitMatrix();
+  }
+  __device__ static void FinishScores(float (&score)[kTiles][4]) {
+    WaitMatrix<0>();
+    Pin(Flat(score));
+  }
+
+  // Adds the weighted values of all keys, in this half's columns.
+  __device__ void StartValues() {
+    FenceMatrix();
+    if constexpr (kHalfDims > kLeastHalfDims) {
+      if (HalfColumns() == 256) {
+        AddValues<256>();
+      } else if (HalfColumns() == 192) {
+        AddValues<192>();
+      } else {
+        AddValues<128>();
+      }
+    } else {
+      AddValues<kHalfDims>();
+    }
+    CommitMatrix();
+  }
+  __device__ void FinishValues() {
+    WaitMatrix<0>();
+    Pin(Flat(out));
+  }
+
+  template <int kColumns>
+  __device__ void AddValues() {
+    const uint64_t weights = MatrixDescriptor(SharedAddress(shared.weights), 0);
+    const uint64_t values = MatrixDescriptor(
+        SharedAddress(shared.values) + half() * (kColumns / kLargeBlockColumns) * kBlockBytes,
+        kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      MatrixProduct<T, kColumns>::template Start<false, true>(
+          reinterpret_cast<float (&)[kColumns / 2]>(out), After(weights, k * 32),
+          After(values, k * 16 * kLargeRowBytes), true);
+    }
+  }
+
+  template <int kCount>
+  __device__ static auto Flat(float (&c)[kCount][4]) -> float (&)[kCount * 4] {
+    return reinterpret_cast<float (&)[kCount * 4]>(c);
+  }
+
+#else
+
+  __device__ static void ShowStores() {}
+  __device__ static void FinishScores(float (&)[kTiles][4]) {}
+  __device__ static void FinishValues() {}
+
   // The dot products of the 16 rows with the half's keys.
-  __device__ void MultiplyKeys(float (&score)[kTiles][4]) {
-    constexpr int kStride = Shared::kKeyStride;
+  __device__ void StartScores(float (&score)[kTiles][4]) const {
     const int steps = ReadColumns(p.k.head_size) / 16;
-    const uint32_t queries =
-        SharedAddress(shared.queries) + (group() * 16 + lane() % 16) * kStride + lane() / 16 * 16;
+    const uint32_t queries = SharedAddress(shared.queries) +
+                             (group() * 16 + lane() % 16) * kLargeRowBytes +
+                             (lane() / 16 ^ lane() % 8) * 16;
     const uint32_t keys = SharedAddress(shared.keys) +
-                          (half() * kKeys / 2 + lane() % 8 + lane() / 16 * 8) * kStride +
-                          lane() / 8 % 2 * 16;
+                          (half() * kKeys / 2 + lane() % 8 + lane() / 16 * 8) * kLargeRowBytes +
+                          (lane() / 8 % 2 ^ lane() % 8) * 16;
     constexpr int kStages = 2;
     uint32_t a[kStages][4], b[kStages][kTiles / 2][4];
     auto load = [&](int k, int stage) {
-      LoadMatrices(a[stage], queries + k * 32);
+      LoadMatrices(a[stage], (queries ^ k % 4 * 32) + k / 4 * kLargeRows * kLargeRowBytes);
 #pragma unroll
       for (int n = 0; n < kTiles / 2; ++n) {
-        LoadMatrices(b[stage][n], keys + n * 16 * kStride + k * 32);
+        LoadMatrices(b[stage][n],
+                     (keys ^ k % 4 * 32) + k / 4 * kBlockBytes + n * 16 * kLargeRowBytes);
       }
     };
     auto multiply = [&](int stage) {
@@ -229,19 +366,49 @@ class LargeTile {
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[n][i] = 0.f;
     }
-    // Operands are loaded some steps ahead. The last ones are not used.
-#pragma unroll
-    for (int n = 0; n < kStages - 1; ++n) load(min(n, steps - 1), n);
+    // Operands are loaded a step ahead. The last ones are not used.
+    load(0, 0);
 #pragma unroll 1
     for (int first = 0; first < steps; first += kStages) {
 #pragma unroll
       for (int n = 0; n < kStages; ++n) {
-        const int k = first + n;
-        load(min(k + kStages - 1, steps - 1), (n + kStages - 1) % kStages);
-        if (k < steps) multiply(n);
+        load(min(first + n + 1, steps - 1), (n + 1) % kStages);
+        multiply(n);
       }
     }
   }
+
+  // Adds the weighted values of all keys, in this half's columns.
+  __device__ void StartValues() {
+    constexpr int kAhead = 4;
+    const uint32_t weights = SharedAddress(shared.weights) +
+                             (group() * 16 + lane() % 16) * kLargeRowBytes +
+                             (lane() / 16 ^ lane() % 8) * 16;
+    const uint32_t values =
+        SharedAddress(shared.values) + half() * (HalfColumns() / kLargeBlockColumns) * kBlockBytes +
+        (lane() % 8 + lane() / 8 % 2 * 8) * kLargeRowBytes + (lane() / 16 ^ lane() % 8) * 16;
+#pragma unroll 1
+    for (int k = 0; k < kKeys / 16; ++k) {
+      uint32_t a[4], b[kAhead][4];
+      LoadMatrices(a, weights ^ k * 32);
+      const uint32_t from = values + k * 16 * kLargeRowBytes;
+      auto load = [&](int n) {
+        LoadMatricesTransposed(b[n % kAhead], (from ^ n % 4 * 32) + n / 4 * kBlockBytes);
+      };
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) load(n);
+#pragma unroll
+      for (int n = 0; n < kHalfDims / 16; ++n) {
+        if (n % 4 == 0 && n * 16 >= HalfColumns()) break;
+        const uint32_t (&now)[4] = b[n % kAhead];
+        Multiply<T>(out[2 * n], a, now[0], now[1]);
+        Multiply<T>(out[2 * n + 1], a, now[2], now[3]);
+        if (n + kAhead < kHalfDims / 16) load(n + kAhead);
+      }
+    }
+  }
+
+#endif  // FLASHXLA_HOPPER
 
   // Puts the rows' largest scores where the other half's warp finds them.
   __device__ void GiveMax(const float (&score)[kTiles][4]) {
@@ -270,15 +437,14 @@ class LargeTile {
       factor[r] = Exp2(row_max[r] - base);
       changed = changed || new_max != row_max[r];
       row_max[r] = new_max;
-      auto* pairs = reinterpret_cast<uint32_t*>(shared.weights + Row(r) * Shared::kWeightStride +
-                                                half() * kKeys) +
-                    lane() % 4;
+      char* const row = shared.weights + Row(r) * kLargeRowBytes + lane() % 4 * 4;
       float added = 0.f;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const float x = Exp2(score[n][2 * r] - base), y = Exp2(score[n][2 * r + 1] - base);
         added += x + y;
-        pairs[n * 4] = Pack<T>(x, y);
+        *reinterpret_cast<uint32_t*>(row + ((half() * kTiles + n) ^ Row(r) % 8) * 16) =
+            Pack<T>(x, y);
       }
       row_sum[r] = row_sum[r] * factor[r] + added;
     }
@@ -287,35 +453,6 @@ class LargeTile {
     for (int n = 0; n < kHalfDims / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[n][i] *= factor[i / 2];
-    }
-  }
-
-  // Adds the weighted values of all keys, in this half's columns.
-  __device__ void AddValues() {
-    constexpr int kStride = Shared::kValueStride, kAhead = 4;
-    const uint32_t weights = SharedAddress(shared.weights) +
-                             (group() * 16 + lane() % 16) * Shared::kWeightStride +
-                             lane() / 16 * 16;
-    const uint32_t values = SharedAddress(shared.values) + half() * Blocks() * 32 +
-                            (lane() % 8 + lane() / 8 % 2 * 8) * kStride + lane() / 16 * 16;
-#pragma unroll 1
-    for (int k = 0; k < kKeys / 16; ++k) {
-      uint32_t a[4], b[kAhead][4];
-      LoadMatrices(a, weights + k * 32);
-      const uint32_t from = values + k * 16 * kStride;
-#pragma unroll
-      for (int n = 0; n < kAhead; ++n) LoadMatricesTransposed(b[n], from + n * 32);
-#pragma unroll
-      for (int n = 0; n < kHalfDims / 16; ++n) {
-        // Asked rarely: columns past the last are computed, and not stored.
-        if (n % 4 == 0 && n >= Blocks()) break;
-        const uint32_t (&now)[4] = b[n % kAhead];
-        Multiply<T>(out[2 * n], a, now[0], now[1]);
-        Multiply<T>(out[2 * n + 1], a, now[2], now[3]);
-        if (n + kAhead < kHalfDims / 16) {
-          LoadMatricesTransposed(b[n % kAhead], from + (n + kAhead) * 32);
-        }
-      }
     }
   }
 

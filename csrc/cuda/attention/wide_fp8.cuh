@@ -24,18 +24,6 @@ __device__ inline uint32_t PackFp8(float x0, float x1, float x2, float x3) {
   return packed;
 }
 
-// Two pairs of T from four fp8 numbers; exact.
-template <typename T, bool kE5m2>
-__device__ inline void WidenTo(uint32_t bytes, uint32_t* low, uint32_t* high) {
-  WidenFp8x4<kE5m2>(bytes, low, high);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    for (uint32_t* pair : {low, high}) {
-      const float2 x = __half22float2(reinterpret_cast<const __half2&>(*pair));
-      *pair = Pack<T>(x.x, x.y);
-    }
-  }
-}
-
 // This warp's share of a kv tile of keys or values, from `from` to `to`.
 //
 // A step widens 64 columns of 8 keys, of which a lane has 16. Lanes that access shared memory at
