@@ -55,6 +55,11 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
 }
 // Makes ordinary stores to shared memory visible to TMA and the matrix instructions.
 __device__ inline void FenceProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Release, of what this thread stored for TMA or the matrix instructions.
+__device__ inline void ReleaseStores(uint32_t barrier) {
+  FenceProxy();
+  Release(barrier);
+}
 // Barrier `id` of `threads` threads, some of which only arrive.
 __device__ inline void SyncNamed(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -140,8 +140,7 @@ __device__ void ConvertKeys(const WideProblem& w, const WideShared<S>& shared) {
   PipelineState<S::kValueStages> values;
   PipelineState<S::kRawStages> raw;
   auto finish = [&](uint32_t full) {
-    FenceProxy();
-    Release(full), Release(shared.raw_empty(raw.stage));
+    ReleaseStores(full), Release(shared.raw_empty(raw.stage));
     raw.Next();
   };
   WideTiles<S> tiles(shared);

@@ -81,35 +81,22 @@ struct WideRows {
 template <typename S>
 __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, int items) {
   const Problem& p = w.p;
-  PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> state;
-  // The copies of all lanes have arrived; also for the matrix instructions.
-  auto finish = [](uint32_t full) {
-    FenceProxy();
-    Release(full);
-  };
   // Two stages arrive while a third one is asked for.
   uint32_t older = 0, newer = 0;
   auto follow = [&](uint32_t full) {
     CommitCopies();
     WaitCopies<2>();
-    if (older != 0) finish(older);
+    if (older != 0) ReleaseStores(older);
     older = newer, newer = full;
   };
   auto drain = [&] {
     WaitCopies<0>();
-    if (older != 0) finish(older);
-    if (newer != 0) finish(newer);
+    if (older != 0) ReleaseStores(older);
+    if (newer != 0) ReleaseStores(newer);
     older = newer = 0;
   };
-  WideSchedule<S> schedule(shared, items);
-  WideTiles<S> tiles(shared);
-  if (threadIdx.x < 32) schedule.HandOut(w);
-  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
-    if (threadIdx.x < 32) {
-      LoadQueryTile(w, shared, tile, queries);
-      schedule.HandOut(w);
-    }
+  ForEachTile(w, shared, items, threadIdx.x < 32, [&](const ManyTile& tile) {
     const WideRows<S> rows{p, tile};
     const int first_row = threadIdx.x / 32 * WideRows<S>::kCount;
     const int first = tile.begin / S::kKeys;
@@ -129,7 +116,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
       place = next;
     }
     drain();
-  }
+  });
 }
 
 #endif  // FLASHXLA_HOPPER

@@ -120,21 +120,9 @@ class WidenedRows {
 // fp8 keys under 16-bit products. T: of the keys' products; those of values are of float16.
 template <typename T, typename S, bool kE5m2>
 __device__ void GatherWidened(const WideProblem& w, const WideShared<S>& shared, int items) {
-  PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kValueStages> values;
-  auto finish = [](uint32_t full) {
-    FenceProxy();
-    Release(full);
-  };
-  WideSchedule<S> schedule(shared, items);
-  WideTiles<S> tiles(shared);
-  if (threadIdx.x < 32) schedule.HandOut(w);
-  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
-    if (threadIdx.x < 32) {
-      LoadQueryTile(w, shared, tile, queries);
-      schedule.HandOut(w);
-    }
+  ForEachTile(w, shared, items, threadIdx.x < 32, [&](const ManyTile& tile) {
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     WidenedRows<S> rows(w.p, tile);
@@ -143,16 +131,16 @@ __device__ void GatherWidened(const WideProblem& w, const WideShared<S>& shared,
     for (; n >= first; --n) {
       WaitBarrier(shared.keys_empty(keys.stage), keys.parity ^ 1);
       rows.template ConvertKeys<T, kE5m2>(shared.keys(keys.stage));
-      finish(shared.keys_full(keys.stage));
+      ReleaseStores(shared.keys_full(keys.stage));
       keys.Next();
       rows.Locate(n - 1);
       WaitBarrier(shared.values_empty(values.stage), values.parity ^ 1);
       rows.template ConvertValues<kE5m2>(shared.values(values.stage));
-      finish(shared.values_full(values.stage));
+      ReleaseStores(shared.values_full(values.stage));
       values.Next();
       rows.Advance();
     }
-  }
+  });
 }
 
 // Products of e4m3: keys are copied to where these find them, and values to raw stages, from which
@@ -160,26 +148,17 @@ __device__ void GatherWidened(const WideProblem& w, const WideShared<S>& shared,
 template <typename S>
 __device__ void GatherFp8(const WideProblem& w, const WideShared<S>& shared, int items) {
   const Problem& p = w.p;
-  PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kValueStages> values;
   PipelineState<S::kRawStages> copied, turned;
   uint32_t on_the_way = 0;  // which keys
   auto finish_keys = [&] {
     if (on_the_way == 0) return;
-    FenceProxy();  // they are for the matrix instructions
-    Release(on_the_way);
+    ReleaseStores(on_the_way);
     on_the_way = 0;
   };
-  WideSchedule<S> schedule(shared, items);
-  WideTiles<S> tiles(shared);
   const bool turns = threadIdx.x >= 32;
-  if (!turns) schedule.HandOut(w);
-  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
-    if (!turns) {
-      LoadQueryTile(w, shared, tile, queries);
-      schedule.HandOut(w);
-    }
+  ForEachTile(w, shared, items, !turns, [&](const ManyTile& tile) {
     const WideRows<S> rows{p, tile};
     const int first_row = threadIdx.x / 32 * WideRows<S>::kCount;
     const int first = tile.begin / S::kKeys, last = (tile.end + S::kKeys - 1) / S::kKeys - 1;
@@ -208,13 +187,12 @@ __device__ void GatherFp8(const WideProblem& w, const WideShared<S>& shared, int
       const int before = (n + 1) * S::kKeys;
       TurnTile<S>(shared.raw(turned.stage), shared.values(values.stage), tile.s.first_key - before,
                   tile.s.num_keys - before);
-      FenceProxy();
-      Release(shared.values_full(values.stage)), Release(shared.raw_empty(turned.stage));
+      ReleaseStores(shared.values_full(values.stage)), Release(shared.raw_empty(turned.stage));
       values.Next(), turned.Next();
     }
     WaitCopies<0>();
     finish_keys();
-  }
+  });
 }
 
 #endif  // FLASHXLA_HOPPER

@@ -27,6 +27,24 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   state.Next();
 }
 
+// Calls body(tile) for each q tile of the thread block. The warp that leads hands them out to all
+// warps, a round ahead, and loads their queries.
+template <typename S, typename Body>
+__device__ void ForEachTile(const WideProblem& w, const WideShared<S>& shared, int items,
+                            bool leads, Body&& body) {
+  PipelineState<S::kQueryStages> queries;
+  WideSchedule<S> schedule(shared, items);
+  WideTiles<S> tiles(shared);
+  if (leads) schedule.HandOut(w);
+  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
+    if (leads) {
+      LoadQueryTile(w, shared, tile, queries);
+      schedule.HandOut(w);
+    }
+    body(tile);
+  }
+}
+
 // The boxes of kv tiles. A lane of a warp has one of each tile.
 template <typename S>
 struct WideBoxes {
@@ -75,14 +93,7 @@ struct WideBoxes {
 // takes time.
 template <typename S>
 __device__ void LoadQueries(const WideProblem& w, const WideShared<S>& shared, int items) {
-  PipelineState<S::kQueryStages> state;
-  WideSchedule<S> schedule(shared, items);
-  WideTiles<S> tiles(shared);
-  schedule.HandOut(w);
-  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
-    LoadQueryTile(w, shared, tile, state);
-    schedule.HandOut(w);
-  }
+  ForEachTile(w, shared, items, true, [](const ManyTile&) {});
 }
 
 template <typename S, bool kValues>
@@ -114,15 +125,9 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
 // fp8 keys: one warp loads everything; the others convert what comes as it is in memory.
 template <typename S>
 __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared, int items) {
-  PipelineState<S::kQueryStages> queries;
   PipelineState<S::kStages> keys;
   PipelineState<S::kRawStages> raw;
-  WideSchedule<S> schedule(shared, items);
-  WideTiles<S> tiles(shared);
-  schedule.HandOut(w);
-  for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
-    LoadQueryTile(w, shared, tile, queries);
-    schedule.HandOut(w);
+  ForEachTile(w, shared, items, true, [&](const ManyTile& tile) {
     const WideBoxes<S> boxes(w, tile);
     auto load_raw = [&](const CUtensorMap* map, int2 place) {
       WaitBarrier(shared.raw_empty(raw.stage), raw.parity ^ 1);
@@ -146,7 +151,7 @@ __device__ void LoadRaw(const WideProblem& w, const WideShared<S>& shared, int i
       load_raw(&w.v, place);
       place = next;
     }
-  }
+  });
 }
 
 #endif  // FLASHXLA_HOPPER
