@@ -37,7 +37,7 @@ struct alignas(1024) LargeShared {
   char values[kValueDims / kLargeBlockColumns][kKeys * kLargeRowBytes];
   char weights[kLargeRows * kLargeRowBytes];
   float row_max[2][kLargeRows], row_sum[2][kLargeRows];  // of each half of the keys
-  uint32_t masks[kLargeWarps];  // which of the keys that a warp loads exist
+  uint32_t masks[kKeys / 8];                             // which of 8 keys exist
 };
 
 // kFp8: of keys and values. Queries are fp8, too, or T.
@@ -55,13 +55,13 @@ class LargeTile {
     __syncthreads();  // the tile before is done
     LoadQueries(tile);
     auto find = [&](int key) {
-      return key < end ? KeyPlaces::Find(p, tile.s, tile.index, key + warp() * kLoads)
+      return key < end ? KeyPlaces::Find(p, tile.s, tile.index, key + 8 * LoadedGroup())
                        : KeyPlaces::None();
     };
     KeyPlaces places = find(begin);
     auto load_keys = [&] {
       places.Resolve(p);
-      if (lane() == 0) shared.masks[warp()] = places.mask & ((1u << kLoads) - 1);
+      if (lane() == 0) shared.masks[LoadedGroup()] = places.mask & 0xff;
       LoadRows(p.k, places, tile.kv_head, shared.keys[0]);
       CommitCopies();
     };
@@ -89,8 +89,8 @@ class LargeTile {
       places = find(key + kKeys);
       uint32_t mask = 0;
 #pragma unroll
-      for (int i = 0; i < kLargeWarps / 2; ++i) {
-        mask |= shared.masks[half() * kLargeWarps / 2 + i] << i * kLoads;
+      for (int i = 0; i < kTiles; ++i) {
+        mask |= shared.masks[half() * kTiles + i] << i * 8;
       }
       FinishScores(score);
       rows.Score(p, key + mine, mask, score);
@@ -146,8 +146,9 @@ class LargeTile {
   }
 
  private:
-  static constexpr int kLoads = kKeys / kLargeWarps;  // keys that a warp loads
-  static constexpr int kTiles = kKeys / 16;           // of 8 keys, of a half
+  // Warps that share 8 rows of keys and values: they load a block of columns each, in turns.
+  static constexpr int kSharing = kLargeWarps * 8 / kKeys;
+  static constexpr int kTiles = kKeys / 16;  // of 8 keys, of a half
   static constexpr int kHalfDims = Shared::kValueDims / 2, kLeastHalfDims = 128;
   static constexpr int kBlockBytes = kKeys * kLargeRowBytes;  // of keys and values
 
@@ -157,13 +158,15 @@ class LargeTile {
   __device__ static int group() { return warp() % kLargeGroups; }
   // The tile's row that is this lane's r-th.
   __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
-  // Columns that the matrix instructions read: those past the head size are zeros.
-  __device__ static int ReadColumns(int head_size) {
-    return (head_size + kLargeBlockColumns - 1) / kLargeBlockColumns * kLargeBlockColumns;
+  __device__ static int LoadedGroup() { return warp() / kSharing; }
+  __device__ static int FirstLoadedBlock() { return warp() % kSharing; }
+  // Blocks of columns that the matrix instructions read: columns past the head size are zeros.
+  __device__ static int Blocks(int head_size) {
+    return (head_size + kLargeBlockColumns - 1) / kLargeBlockColumns;
   }
   // Columns of the values that a half has.
   __device__ int HalfColumns() const {
-    return max(ReadColumns((p.v.head_size + 1) / 2), kLeastHalfDims);
+    return max(Blocks((p.v.head_size + 1) / 2) * kLargeBlockColumns, kLeastHalfDims);
   }
   __device__ float SumOf(int r) const {
     return shared.row_sum[0][Row(r)] + shared.row_sum[1][Row(r)];
@@ -181,7 +184,7 @@ class LargeTile {
 
   __device__ void LoadQueries(const QTile& tile) {
     constexpr int kChunks = kDims / 8;
-    const int columns = ReadColumns(p.k.head_size);
+    const int columns = Blocks(p.k.head_size) * kLargeBlockColumns;
     const uint32_t to = SharedAddress(shared.queries);
     for (int i = threadIdx.x; i < kLargeRows * kChunks; i += kLargeThreads) {
       const int d = i % kChunks * 8, row = tile.first_row + i / kChunks;
@@ -196,69 +199,87 @@ class LargeTile {
       if (kFp8 && p.q_dtype != p.out_dtype) {  // of fp8
         const uint2 raw =
             exists ? *reinterpret_cast<const uint2*>(p.q.data + offset) : make_uint2(0, 0);
-        StoreWidened(place, raw, p.q_dtype);
+        p.q_dtype == FLASHXLA_F8E5M2 ? StoreWidened<true>(place, raw)
+                                     : StoreWidened<false>(place, raw);
       } else {
         CopyAsync16(place, p.q.data + offset * 2, exists);
       }
     }
   }
 
-  // Calls body(row, pass, place, column) for each vector of 16 bytes that this lane copies of its
-  // warp's rows of keys or values: where in a stage it goes, and its first column. A vector of fp8
-  // goes to the first or second half of what it becomes; the lanes take turns, so that no two of
-  // those that store together meet in a bank.
-  template <typename Body>
-  __device__ void ForEachVector(const Cache& c, uint32_t stage, Body&& body) const {
-    constexpr int kColumns = kFp8 ? 16 : 8, kPasses = (kDims + 32 * kColumns - 1) / (32 * kColumns);
-    const int columns = ReadColumns(c.head_size), first_row = warp() * kLoads;
+  // What a lane copies of its warp's rows in a block of columns: a vector of 16 bytes, in fp8 of
+  // one row, else of two, 4 rows apart. A vector of fp8 goes to the first or second half of what it
+  // becomes, by its row, so that no two that are stored together meet in a bank.
+  static constexpr int kBytes = kFp8 ? 1 : 2;
+  __device__ static int Late() { return kFp8 ? lane() / 4 % 2 : 0; }
+  __device__ static int LoadedRow() { return lane() / 8 + Late() * 4; }
+  __device__ static int LoadedColumn() { return kFp8 ? lane() % 4 * 16 : lane() % 8 * 8; }
+  __device__ static uint32_t LoadedPlace(const char* stage) {
+    const int chunk = LoadedColumn() / 8 + Late();
+    return SharedAddress(stage) + (LoadedGroup() * 8 + LoadedRow()) * kLargeRowBytes +
+           (chunk ^ LoadedRow()) * 16;
+  }
+
+  // Starts to copy this warp's rows of keys or values; zeros for those that do not exist.
+  __device__ static void LoadRows(const Cache& c, const KeyPlaces& places, int kv_head,
+                                  char* stage) {
+    constexpr int kRows = kFp8 ? 1 : 2;
+    const auto mine = reinterpret_cast<unsigned long long>(
+        c.data + (places.OffsetIn(c) + kv_head * c.stride_head) * kBytes);
+    const char* from[kRows];
+    bool exists[kRows];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int vector = pass * 32 + lane();
-      const int chunk = kFp8 ? vector * 2 + Late() : vector;
-      if (vector * kColumns >= columns) continue;
-      const uint32_t place = stage + chunk / 8 * kBlockBytes + first_row * kLargeRowBytes +
-                             (chunk % 8 ^ first_row % 8) * 16;
+    for (int i = 0; i < kRows; ++i) {
+      const int row = LoadedRow() + 4 * i;
+      from[i] = reinterpret_cast<const char*>(__shfl_sync(kAllLanes, mine, row));
+      exists[i] = (places.mask >> row) & 1;
+    }
+    const uint32_t place = LoadedPlace(stage);
+#pragma unroll 3
+    for (int block = FirstLoadedBlock(); block < Blocks(c.head_size); block += kSharing) {
+      const int column = block * kLargeBlockColumns + LoadedColumn();
 #pragma unroll
-      for (int row = 0; row < kLoads; ++row) {
-        body(row, (place ^ row * 16) + row * kLargeRowBytes, vector * kColumns);
+      for (int i = 0; i < kRows; ++i) {
+        CopyAsync16((place ^ i * 64) + i * 4 * kLargeRowBytes + block * kBlockBytes,
+                    from[i] + column * kBytes, exists[i] && column < c.head_size);
       }
     }
   }
-  __device__ static int Late() { return lane() / 4 % 2; }
 
-  // Starts to copy this warp's rows of keys or values; zeros for those that do not exist.
-  __device__ void LoadRows(const Cache& c, const KeyPlaces& places, int kv_head,
-                           char* stage) const {
-    constexpr int kBytes = kFp8 ? 1 : 2;
-    const auto mine = reinterpret_cast<unsigned long long>(
-        c.data + (places.OffsetIn(c) + kv_head * c.stride_head) * kBytes);
-    unsigned long long from[kLoads];
-#pragma unroll
-    for (int row = 0; row < kLoads; ++row) from[row] = __shfl_sync(kAllLanes, mine, row);
-    ForEachVector(c, SharedAddress(stage), [&](int row, uint32_t to, int column) {
-      CopyAsync16(to, reinterpret_cast<const char*>(from[row]) + column * kBytes,
-                  (places.mask >> row) & 1 && column < c.head_size);
-    });
-  }
-
-  __device__ static void StoreWidened(uint32_t to, uint2 raw, int32_t dtype) {
+  template <bool kE5m2>
+  __device__ static void StoreWidened(uint32_t to, uint2 raw) {
     uint32_t wide[4];
-    if (dtype == FLASHXLA_F8E5M2) {
-      WidenTo<T, true>(raw.x, &wide[0], &wide[1]), WidenTo<T, true>(raw.y, &wide[2], &wide[3]);
-    } else {
-      WidenTo<T, false>(raw.x, &wide[0], &wide[1]), WidenTo<T, false>(raw.y, &wide[2], &wide[3]);
-    }
+    WidenTo<T, kE5m2>(raw.x, &wide[0], &wide[1]), WidenTo<T, kE5m2>(raw.y, &wide[2], &wide[3]);
     StoreShared16(to, wide);
   }
 
   // Widens what this lane copied.
-  __device__ void WidenRows(const Cache& c, char* stage) const {
-    ForEachVector(c, SharedAddress(stage), [&](int, uint32_t at, int) {
-      const uint4 raw = LoadShared<uint4>(at);
-      const uint2 low = make_uint2(raw.x, raw.y), high = make_uint2(raw.z, raw.w);
-      StoreWidened(at, Late() ? high : low, p.kv_dtype);
-      StoreWidened(at ^ 16, Late() ? low : high, p.kv_dtype);
-    });
+  __device__ void WidenRows(const Cache& c, const char* stage) const {
+    p.kv_dtype == FLASHXLA_F8E5M2 ? WidenRows<true>(c, stage) : WidenRows<false>(c, stage);
+  }
+  template <bool kE5m2>
+  __device__ static void WidenRows(const Cache& c, const char* stage) {
+    constexpr int kTogether = 4;  // loads that wait together
+    const uint32_t place = LoadedPlace(stage);
+    const int blocks = Blocks(c.head_size);
+#pragma unroll 1
+    for (int first = FirstLoadedBlock(); first < blocks; first += kTogether * kSharing) {
+      uint4 raw[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int block = first + i * kSharing;
+        if (block < blocks) raw[i] = LoadShared<uint4>(place + block * kBlockBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int block = first + i * kSharing;
+        if (block >= blocks) break;
+        const uint32_t at = place + block * kBlockBytes;
+        const uint2 low = make_uint2(raw[i].x, raw[i].y), high = make_uint2(raw[i].z, raw[i].w);
+        StoreWidened<kE5m2>(at, Late() ? high : low);
+        StoreWidened<kE5m2>(at ^ 16, Late() ? low : high);
+      }
+    }
   }
 
 #if defined(FLASHXLA_HOPPER)
@@ -271,7 +292,7 @@ class LargeTile {
     const uint64_t queries = MatrixDescriptor(SharedAddress(shared.queries), 0);
     const uint64_t keys =
         MatrixDescriptor(SharedAddress(shared.keys) + half() * kBlockBytes / 2, 0);
-    const int blocks = ReadColumns(p.k.head_size) / kLargeBlockColumns;
+    const int blocks = Blocks(p.k.head_size);
     FenceMatrix();
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
@@ -291,19 +312,11 @@ class LargeTile {
 
   // Adds the weighted values of all keys, in this half's columns.
   __device__ void StartValues() {
-    FenceMatrix();
     if constexpr (kHalfDims > kLeastHalfDims) {
-      if (HalfColumns() == 256) {
-        AddValues<256>();
-      } else if (HalfColumns() == 192) {
-        AddValues<192>();
-      } else {
-        AddValues<128>();
-      }
-    } else {
-      AddValues<kHalfDims>();
+      if (HalfColumns() == 256) return AddValues<256>();
+      if (HalfColumns() == 192) return AddValues<192>();
     }
-    CommitMatrix();
+    AddValues<kLeastHalfDims>();
   }
   __device__ void FinishValues() {
     WaitMatrix<0>();
@@ -316,12 +329,14 @@ class LargeTile {
     const uint64_t values = MatrixDescriptor(
         SharedAddress(shared.values) + half() * (kColumns / kLargeBlockColumns) * kBlockBytes,
         kBlockBytes);
+    FenceMatrix();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       MatrixProduct<T, kColumns>::template Start<false, true>(
           reinterpret_cast<float (&)[kColumns / 2]>(out), After(weights, k * 32),
           After(values, k * 16 * kLargeRowBytes), true);
     }
+    CommitMatrix();
   }
 
   template <int kCount>
@@ -337,7 +352,7 @@ class LargeTile {
 
   // The dot products of the 16 rows with the half's keys.
   __device__ void StartScores(float (&score)[kTiles][4]) const {
-    const int steps = ReadColumns(p.k.head_size) / 16;
+    const int steps = Blocks(p.k.head_size) * 4;
     const uint32_t queries = SharedAddress(shared.queries) +
                              (group() * 16 + lane() % 16) * kLargeRowBytes +
                              (lane() / 16 ^ lane() % 8) * 16;
