@@ -91,6 +91,7 @@ PREFILL_MORE = (
             "pages of 1, head size 256": {"page": 1, "dim": 256, "heads": (16, 4)},
             "fp8 cache, pages of 4": {**FP8_CACHE, "page": 4},
             "fp8 cache, pages of 1": {**FP8_CACHE, "page": 1},
+            "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
             "batch_invariant, head size 256": {"batch_invariant": True, "dim": 256, "heads": (16, 4)},
             **APART,
         },
@@ -129,7 +130,10 @@ DECODE_MORE = (
     *changed(_WIDE, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS, **APART}),
     *changed(
         _WIDE,
-        {"head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)}},
+        {
+            "head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)},
+            "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
+        },
     ),
     *changed(_WIDE, {"fp8 cache, batch_invariant": {**FP8_CACHE, "batch_invariant": True}}),
     *changed(Shape("1 x 16k", newest(16384)), {**APART, "batch_invariant": {"batch_invariant": True}}),

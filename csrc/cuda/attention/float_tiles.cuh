@@ -37,10 +37,7 @@ struct FloatTiles {
   // They may use both once ForEach calls back.
   __device__ static void Begin(const Problem& p, const SimtItem& item, Shared& shared) {
     LoadQueries<kDims, kStride, true>(p, item, kRestQTileRows, shared.q);
-    if (threadIdx.x < kRestQTileRows) {
-      shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
-      shared.stored[threadIdx.x] = false;
-    }
+    if (threadIdx.x < kRestQTileRows) shared.rows[threadIdx.x] = item.Row(p, threadIdx.x);
   }
 
   // Calls multiply(keys), weigh(first, stage) and add(values, num_keys) for each kv tile, whose

@@ -45,6 +45,8 @@ template <typename T, int kDims, int kKeys, bool kFp8>
 class LargeTile {
  public:
   using Shared = LargeShared<kDims, kKeys>;
+  // Of weights and values. float16 holds all fp8 numbers, and takes less time to widen to.
+  using Weight = std::conditional_t<kFp8, __half, T>;
 
   __device__ LargeTile(const Problem& problem, char* memory)
       : p(problem), shared(*reinterpret_cast<Shared*>(memory)) {}
@@ -78,7 +80,7 @@ class LargeTile {
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
       WaitCopies<0>();
-      if constexpr (kFp8) WidenRows(p.k, shared.keys[0]);
+      if constexpr (kFp8) WidenRows<T>(p.k, shared.keys[0]);
       ShowStores();
       FinishValues();
       __syncthreads();  // the keys are there; all have used values and weights
@@ -99,7 +101,7 @@ class LargeTile {
       load_keys();
       Weigh(score);
       WaitCopies<1>();
-      if constexpr (kFp8) WidenRows(p.v, shared.values[0]);
+      if constexpr (kFp8) WidenRows<Weight>(p.v, shared.values[0]);
       ShowStores();
       __syncthreads();  // weights and values are there
       StartValues();
@@ -199,8 +201,8 @@ class LargeTile {
       if (kFp8 && p.q_dtype != p.out_dtype) {  // of fp8
         const uint2 raw =
             exists ? *reinterpret_cast<const uint2*>(p.q.data + offset) : make_uint2(0, 0);
-        p.q_dtype == FLASHXLA_F8E5M2 ? StoreWidened<true>(place, raw)
-                                     : StoreWidened<false>(place, raw);
+        p.q_dtype == FLASHXLA_F8E5M2 ? StoreWidened<T, true>(place, raw)
+                                     : StoreWidened<T, false>(place, raw);
       } else {
         CopyAsync16(place, p.q.data + offset * 2, exists);
       }
@@ -246,18 +248,19 @@ class LargeTile {
     }
   }
 
-  template <bool kE5m2>
+  template <typename To, bool kE5m2>
   __device__ static void StoreWidened(uint32_t to, uint2 raw) {
     uint32_t wide[4];
-    WidenTo<T, kE5m2>(raw.x, &wide[0], &wide[1]), WidenTo<T, kE5m2>(raw.y, &wide[2], &wide[3]);
+    WidenTo<To, kE5m2>(raw.x, &wide[0], &wide[1]), WidenTo<To, kE5m2>(raw.y, &wide[2], &wide[3]);
     StoreShared16(to, wide);
   }
 
   // Widens what this lane copied.
+  template <typename To>
   __device__ void WidenRows(const Cache& c, const char* stage) const {
-    p.kv_dtype == FLASHXLA_F8E5M2 ? WidenRows<true>(c, stage) : WidenRows<false>(c, stage);
+    p.kv_dtype == FLASHXLA_F8E5M2 ? WidenRows<To, true>(c, stage) : WidenRows<To, false>(c, stage);
   }
-  template <bool kE5m2>
+  template <typename To, bool kE5m2>
   __device__ static void WidenRows(const Cache& c, const char* stage) {
     constexpr int kTogether = 4;  // loads that wait together
     const uint32_t place = LoadedPlace(stage);
@@ -276,8 +279,8 @@ class LargeTile {
         if (block >= blocks) break;
         const uint32_t at = place + block * kBlockBytes;
         const uint2 low = make_uint2(raw[i].x, raw[i].y), high = make_uint2(raw[i].z, raw[i].w);
-        StoreWidened<kE5m2>(at, Late() ? high : low);
-        StoreWidened<kE5m2>(at ^ 16, Late() ? low : high);
+        StoreWidened<To, kE5m2>(at, Late() ? high : low);
+        StoreWidened<To, kE5m2>(at ^ 16, Late() ? low : high);
       }
     }
   }
@@ -332,7 +335,7 @@ class LargeTile {
     FenceMatrix();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      MatrixProduct<T, kColumns>::template Start<false, true>(
+      MatrixProduct<Weight, kColumns>::template Start<false, true>(
           reinterpret_cast<float (&)[kColumns / 2]>(out), After(weights, k * 32),
           After(values, k * 16 * kLargeRowBytes), true);
     }
@@ -416,8 +419,8 @@ class LargeTile {
       for (int n = 0; n < kHalfDims / 16; ++n) {
         if (n % 4 == 0 && n * 16 >= HalfColumns()) break;
         const uint32_t (&now)[4] = b[n % kAhead];
-        Multiply<T>(out[2 * n], a, now[0], now[1]);
-        Multiply<T>(out[2 * n + 1], a, now[2], now[3]);
+        Multiply<Weight>(out[2 * n], a, now[0], now[1]);
+        Multiply<Weight>(out[2 * n + 1], a, now[2], now[3]);
         if (n + kAhead < kHalfDims / 16) load(n + kAhead);
       }
     }
@@ -459,7 +462,7 @@ class LargeTile {
         const float x = Exp2(score[n][2 * r] - base), y = Exp2(score[n][2 * r + 1] - base);
         added += x + y;
         *reinterpret_cast<uint32_t*>(row + ((half() * kTiles + n) ^ Row(r) % 8) * 16) =
-            Pack<T>(x, y);
+            Pack<Weight>(x, y);
       }
       row_sum[r] = row_sum[r] * factor[r] + added;
     }

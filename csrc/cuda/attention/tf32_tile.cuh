@@ -255,8 +255,8 @@ class Tf32Tile {
       if (row >= item.num_rows) continue;
       const bool finite = probe == 0.f;
       all = all && finite;
+      if (t == 0) shared.stored[row] = finite;
       if (!finite) continue;
-      if (t == 0) shared.stored[row] = true;
       const int token = item.Token(p, row), head = item.Head(p, row);
       const RowEnd end = {row_max[r], total, p.Sink(head)};
       const float factor = end.Factor() * value_scale;
