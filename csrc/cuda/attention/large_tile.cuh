@@ -150,7 +150,6 @@ class LargeTile {
  private:
   // Warps that share 8 rows of keys and values: they load a block of columns each, in turns.
   static constexpr int kSharing = kLargeWarps * 8 / kKeys;
-  static constexpr int kMostLoads = (kDims / kLargeBlockColumns + kSharing - 1) / kSharing;
   static constexpr int kTiles = kKeys / 16;  // of 8 keys, of a half
   static constexpr int kHalfDims = Shared::kValueDims / 2, kLeastHalfDims = 128;
   static constexpr int kBlockBytes = kKeys * kLargeRowBytes;  // of keys and values
@@ -211,16 +210,17 @@ class LargeTile {
   }
 
   // What a lane copies of its warp's rows in a block of columns: a vector of 16 bytes, in fp8 of
-  // one row, else of two, 4 rows apart. A vector of fp8 goes to the first or second half of what it
-  // becomes, by its row, so that no two that are stored together meet in a bank.
+  // one row, else of two, 4 rows apart. Rows of fp8 lie in the first half of what they become: a
+  // copy is slow where neighbours in memory are none in shared memory.
   static constexpr int kBytes = kFp8 ? 1 : 2;
+  static constexpr int kLanesOfRow = kLargeBlockColumns * kBytes / 16;
   __device__ static int Late() { return kFp8 ? lane() / 4 % 2 : 0; }
   __device__ static int LoadedRow() { return lane() / 8 + Late() * 4; }
-  __device__ static int LoadedColumn() { return kFp8 ? lane() % 4 * 16 : lane() % 8 * 8; }
-  __device__ static uint32_t LoadedPlace(const char* stage) {
-    const int chunk = LoadedColumn() / 8 + Late();
-    return SharedAddress(stage) + FirstLoadedBlock() * kBlockBytes +
-           (LoadedGroup() * 8 + LoadedRow()) * kLargeRowBytes + (chunk ^ LoadedRow()) * 16;
+  __device__ static int LoadedVector() { return lane() % kLanesOfRow; }
+  // Where in a stage's first block a chunk of the lane's row lies.
+  __device__ static uint32_t PlaceOf(const char* stage, int chunk) {
+    return SharedAddress(stage) + (LoadedGroup() * 8 + LoadedRow()) * kLargeRowBytes +
+           (chunk ^ LoadedRow()) * 16;
   }
 
   // Starts to copy this warp's rows of keys or values; zeros for those that do not exist.
@@ -229,35 +229,23 @@ class LargeTile {
     constexpr int kRows = kFp8 ? 1 : 2;
     const auto mine = reinterpret_cast<unsigned long long>(
         c.data + (places.OffsetIn(c) + kv_head * c.stride_head) * kBytes);
-    const int first_column = FirstLoadedBlock() * kLargeBlockColumns + LoadedColumn();
     const char* from[kRows];
     bool exists[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = LoadedRow() + 4 * i;
-      from[i] =
-          reinterpret_cast<const char*>(__shfl_sync(kAllLanes, mine, row)) + first_column * kBytes;
+      from[i] = reinterpret_cast<const char*>(__shfl_sync(kAllLanes, mine, row));
       exists[i] = (places.mask >> row) & 1;
     }
-    const uint32_t place = LoadedPlace(stage);
-    ForEachLoadedBlock(c, [&](int n) {
-      const int column = n * kSharing * kLargeBlockColumns;
+    const uint32_t place = PlaceOf(stage, LoadedVector());
+#pragma unroll 3
+    for (int block = FirstLoadedBlock(); block < Blocks(c.head_size); block += kSharing) {
+      const int column = block * kLargeBlockColumns + LoadedVector() * (16 / kBytes);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        CopyAsync16((place ^ i * 64) + i * 4 * kLargeRowBytes + n * kSharing * kBlockBytes,
-                    from[i] + column * kBytes, exists[i] && column < c.head_size - first_column);
+        CopyAsync16((place ^ i * 64) + i * 4 * kLargeRowBytes + block * kBlockBytes,
+                    from[i] + column * kBytes, exists[i] && column < c.head_size);
       }
-    });
-  }
-  // Calls body(n) for the n-th block of columns that this warp loads. Unrolled, so that places are
-  // a register and a constant: else each copy waits until the one before has read its registers.
-  template <typename Body>
-  __device__ static void ForEachLoadedBlock(const Cache& c, Body&& body) {
-    const int count = Blocks(c.head_size) - FirstLoadedBlock();
-#pragma unroll
-    for (int n = 0; n < kMostLoads; ++n) {
-      if (n * kSharing >= count) break;
-      body(n);
     }
   }
 
@@ -268,31 +256,34 @@ class LargeTile {
     StoreShared16(to, wide);
   }
 
-  // Widens what this lane copied.
+  // Widens this warp's rows, each lane what it copied.
   template <typename To>
   __device__ void WidenRows(const Cache& c, const char* stage) const {
     p.kv_dtype == FLASHXLA_F8E5M2 ? WidenRows<To, true>(c, stage) : WidenRows<To, false>(c, stage);
   }
   template <typename To, bool kE5m2>
   __device__ static void WidenRows(const Cache& c, const char* stage) {
-    const uint32_t place = LoadedPlace(stage);
-    const int count = Blocks(c.head_size) - FirstLoadedBlock();
     constexpr int kTogether = 3;  // loads that wait together
-#pragma unroll
-    for (int first = 0; first < kMostLoads; first += kTogether) {
-      if (first * kSharing >= count) break;
+    // Rows r and r + 4 are stored together: each lane's halves in such an order that no two lanes
+    // meet in a bank.
+    const uint32_t raw_place = PlaceOf(stage, LoadedVector());
+    const uint32_t wide_place = PlaceOf(stage, LoadedVector() * 2 + Late());
+    const int blocks = Blocks(c.head_size);
+#pragma unroll 1
+    for (int first = FirstLoadedBlock(); first < blocks; first += kTogether * kSharing) {
       uint4 raw[kTogether];
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        if ((first + n) * kSharing < count) {
-          raw[n] = LoadShared<uint4>(place + (first + n) * kSharing * kBlockBytes);
-        }
+      for (int i = 0; i < kTogether; ++i) {
+        const int block = first + i * kSharing;
+        if (block < blocks) raw[i] = LoadShared<uint4>(raw_place + block * kBlockBytes);
       }
+      __syncwarp();  // a wide row lies over what it comes from
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
-        if ((first + n) * kSharing >= count) break;
-        const uint32_t at = place + (first + n) * kSharing * kBlockBytes;
-        const uint2 low = make_uint2(raw[n].x, raw[n].y), high = make_uint2(raw[n].z, raw[n].w);
+      for (int i = 0; i < kTogether; ++i) {
+        const int block = first + i * kSharing;
+        if (block >= blocks) break;
+        const uint32_t at = wide_place + block * kBlockBytes;
+        const uint2 low = make_uint2(raw[i].x, raw[i].y), high = make_uint2(raw[i].z, raw[i].w);
         StoreWidened<To, kE5m2>(at, Late() ? high : low);
         StoreWidened<To, kE5m2>(at ^ 16, Late() ? low : high);
       }
