@@ -301,17 +301,18 @@ class LargeTile {
     const uint64_t keys =
         MatrixDescriptor(SharedAddress(shared.keys) + half() * kBlockBytes / 2, 0);
     const int blocks = Blocks(p.k.head_size);
-    FenceMatrix();
+    // A group for each block: around the loop, ptxas would add fences of its own.
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
+      FenceMatrix();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         MatrixProduct<T, kKeys / 2>::Start(
             Flat(score), After(queries, block * kLargeRows * kLargeRowBytes + k * 32),
             After(keys, block * kBlockBytes + k * 32), block > 0 || k > 0);
       }
+      CommitMatrix();
     }
-    CommitMatrix();
   }
   __device__ static void FinishScores(float (&score)[kTiles][4]) {
     WaitMatrix<0>();
