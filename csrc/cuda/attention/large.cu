@@ -86,48 +86,37 @@ const char* WhyNotLargeSplit(const Facts& facts) {
   return AreFewStepsCountable(facts, false) ? "" : "the batch has too many keys for split-KV";
 }
 
-// Calls body(Type<T>, integral_constant<int, kKeys>, bool_constant<kFp8>), with the most keys for
-// which there is room.
-template <int kDims, typename Body>
+// Calls body as WithInstance does, and with integral_constant<int, kKeys>: the most keys for which
+// there is room.
+template <typename Sizes, typename Body>
 void WithTile(const Problem& p, Body&& body) {
-  auto with_keys = [&](auto t, auto fp8) {
-    HasSharedMemory(sizeof(LargeShared<kDims, 64>))
-        ? body(t, std::integral_constant<int, 64>{}, fp8)
-        : body(t, std::integral_constant<int, 32>{}, fp8);
-  };
-  auto with_dtype = [&](auto fp8) {
-    p.out_dtype == FLASHXLA_F16 ? with_keys(Type<__half>{}, fp8)
-                                : with_keys(Type<__nv_bfloat16>{}, fp8);
-  };
-  if constexpr (kDims > kMaxUsualHeadSize) {
-    if (IsFp8(p.kv_dtype)) return with_dtype(std::true_type{});
-  }
-  with_dtype(std::false_type{});
-}
-
-template <int kDims>
-void Launch(const Problem& p, cudaStream_t stream) {
-  WithTile<kDims>(p, [&](auto t, auto keys, auto fp8) {
-    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kDims, kKeys>);
-    constexpr bool kFp8 = decltype(fp8)::value;
-    auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys, kFp8>;
-    LaunchDependent(kernel, NumRestBlocks(p, BlocksEach(kDims)), kLargeThreads, kBytes, stream, p);
+  WithInstance<Sizes>(p, [&](auto t, auto dims, auto fp8) {
+    constexpr int kDims = decltype(dims)::value;
+    if constexpr (kDims > kMaxUsualHeadSize || !decltype(fp8)::value) {  // see WhyNotLarge
+      HasSharedMemory(sizeof(LargeShared<kDims, 64>))
+          ? body(t, dims, fp8, std::integral_constant<int, 64>{})
+          : body(t, dims, fp8, std::integral_constant<int, 32>{});
+    }
   });
 }
 
 flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
-  p.LargerHeadSize() <= kMaxUsualHeadSize ? Launch<kMaxUsualHeadSize>(p, stream)
-                                          : Launch<kMostDims>(p, stream);
+  WithTile<HeadSizes<kMaxUsualHeadSize, kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
+    constexpr int kDims = decltype(dims)::value, kKeys = decltype(keys)::value;
+    auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys, decltype(fp8)::value>;
+    LaunchDependent(kernel, NumRestBlocks(p, BlocksEach(kDims)), kLargeThreads,
+                    sizeof(LargeShared<kDims, kKeys>), stream, p);
+  });
   return FLASHXLA_OK;
 }
 
 flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t stream) {
-  WithTile<kMostDims>(p, [&](auto t, auto keys, auto fp8) {
-    constexpr int kKeys = decltype(keys)::value, kBytes = sizeof(LargeShared<kMostDims, kKeys>);
-    constexpr bool kFp8 = decltype(fp8)::value;
-    auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys, kFp8>;
-    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads, kBytes, stream,
-                    p, SplitWorkspace(p, workspace));
+  WithTile<HeadSizes<kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
+    constexpr int kKeys = decltype(keys)::value;
+    auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys, decltype(fp8)::value>;
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads,
+                    sizeof(LargeShared<decltype(dims)::value, kKeys>), stream, p,
+                    SplitWorkspace(p, workspace));
   });
   return FLASHXLA_OK;
 }
