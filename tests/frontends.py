@@ -16,6 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.expanded import stored
+
 Array = np.ndarray
 
 # The dtypes that numpy has from ml_dtypes, by torch's name: their ml_dtypes and the integers of their width.
@@ -136,14 +138,15 @@ class TorchFrontend(Frontend):
         return self.device
 
     def tensor(self, array: Array) -> Any:
-        """A tensor with a copy of the array's data."""
+        """A tensor with a copy of the array's data, expanded where the array is."""
+        once = stored(array)
         if array.dtype.name in _EXTENDED:
             integers = _EXTENDED[array.dtype.name][1]
-            tensor = self.torch.from_numpy(np.array(array, order="C").view(integers))
+            tensor = self.torch.from_numpy(np.array(once, order="C").view(integers))
             tensor = tensor.view(getattr(self.torch, array.dtype.name))
         else:
-            tensor = self.torch.from_numpy(np.array(array, order="C"))
-        return tensor.to(self.target_device())
+            tensor = self.torch.from_numpy(np.array(once, order="C"))
+        return tensor.to(self.target_device()).expand(array.shape)
 
     def array(self, tensor: Any) -> Array:
         """The data of a tensor."""

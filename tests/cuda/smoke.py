@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from flashxla import native
+from tests.expanded import expanded, is_expanded, stored
 from tests.native import driver
 from tests.native.driver import FLOATS, FP8, Array, Call, Placed, Rng, Scalars, Sizes, pick
 
@@ -135,9 +136,11 @@ class Buffer:
         """steps: (stride of the last axis, elements behind each of its rows, offset)."""
         step, behind, offset = steps
         strides = [step] * array.ndim
+        held = stored(array).shape
         for axis in reversed(range(array.ndim - 1)):
-            strides[axis] = strides[axis + 1] * max(array.shape[axis + 1], 1)
+            strides[axis] = strides[axis + 1] * max(held[axis + 1], 1)
             strides[axis] += behind if axis == array.ndim - 2 else 0
+        strides = [0 if once else n for once, n in zip(is_expanded(array), strides, strict=True)]
         last = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True))
         elements = bits(array)
         # Where an index is read from the wrong place it is a small number.
@@ -190,8 +193,9 @@ def without_poison(array: Array) -> Array:
     """Random bytes may be what marks an element that was not written."""
     if array.dtype not in POISON:
         return array
-    is_poison = bits(array) == POISON[array.dtype]
-    return np.where(is_poison, 0, bits(array)).astype(f"u{array.itemsize}").view(array.dtype)
+    held = bits(stored(array))
+    held = np.where(held == POISON[array.dtype], 0, held).astype(held.dtype)
+    return np.broadcast_to(held.view(array.dtype), array.shape)
 
 
 def check_written(operation: str, name: str, before: Buffer, memory: Memory, whole: bool) -> None:
@@ -353,13 +357,13 @@ def tile32_call(rng: Rng) -> Call:
 
 
 def large_call(rng: Rng) -> Call:
-    """large and large_split: 16 bits, head sizes above 128 and above 256; few queries and many."""
+    """large and large_split: head sizes above 128 and above 256; few queries and many."""
     dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (64, 264), (512, 72), (200, 200))
-    q_dtype = pick(rng, BF16, F16)
+    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
     len_q = rng.permutation([*rng.integers(0, 4, 2), rng.integers(17, 60)])
     sizes = Sizes(
         q_dtype=q_dtype,
-        element=q_dtype,
+        element=element_of(rng, q_dtype),
         kv_heads=int(rng.integers(1, 3)),
         group=int(rng.integers(4, 9)),
         dim=dim,
@@ -373,9 +377,21 @@ def large_call(rng: Rng) -> Call:
 
 def apart_call(rng: Rng) -> Call:
     """Any head sizes of keys and values, which differ, or large ones; few queries or many."""
+    dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
+    return any_attention_call(rng, pick(rng, *FLOATS, *FP8), dims)
+
+
+def general_call(rng: Rng) -> Call:
+    """general: head sizes above 256 with float32, or those that are no multiple of 8."""
+    if rng.random() < 0.5:
+        return any_attention_call(rng, F32, pick(rng, (576, 512), (320, 320), (264, 8)))
+    return any_attention_call(rng, pick(rng, BF16, F16, *FP8), pick(rng, (300, 300), (575, 511), (12, 258)))
+
+
+def any_attention_call(rng: Rng, q_dtype: np.dtype, dims: tuple[int, int]) -> Call:
+    """A call with few queries or many, of head sizes D and Dv."""
     len_q = rng.integers(0, 4, 4) if rng.random() < 0.5 else rng.integers(0, 60, 2)
-    q_dtype = pick(rng, *FLOATS, *FP8)
-    dim, v_dim = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
+    dim, v_dim = dims
     sizes = Sizes(
         q_dtype=q_dtype,
         element=element_of(rng, q_dtype),
@@ -397,20 +413,20 @@ def sixteen_bits(rng: Rng, sizes: Sizes) -> Sizes:
 
 
 def wide_gradients_call(rng: Rng) -> Call:
-    """wide: on Hopper, 16 bits; no ALiBi."""
-    sizes = sixteen_bits(rng, wide(rng))._replace(dim=int(pick(rng, 64, 128, 256, 64, 128, 72, 96, 136, 192)))
+    """wide: on Hopper, 16 bits."""
+    dim = int(pick(rng, 64, 128, 256, 64, 128, 72, 96, 136, 192))
+    sizes = other_values(rng, sixteen_bits(rng, wide(rng))._replace(dim=dim), 8)
     call = driver.attention_backward_call(rng, sizes)
-    call.tensors.pop("alibi_slopes", None)
     call.scalars["deterministic"] = int(rng.integers(2))
     return call
 
 
 def tile_gradients_call(rng: Rng) -> Call:
-    """tile: ALiBi, which wide does not serve."""
-    sizes = sixteen_bits(rng, wide(rng))._replace(dim=int(pick(rng, 64, 128, 136, 192, 256)))
-    call = driver.attention_backward_call(rng, sizes)
-    heads = call.tensors["q"].shape[1]
-    call.tensors["alibi_slopes"] = rng.uniform(0, 0.5, (heads,)).astype(np.float32)
+    """tile: all KV heads are one in memory, which TMA does not take."""
+    sizes = sixteen_bits(rng, wide(rng))._replace(dim=int(pick(rng, 64, 128, 136, 192, 256)), kv_heads=2)
+    call = driver.attention_backward_call(rng, other_values(rng, sizes, 8))
+    name = pick(rng, "k", "v")
+    call.tensors[name] = expanded(call.tensors[name])
     return call
 
 
@@ -456,6 +472,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     driver.merge_states_call,
     alibi_call,
     apart_call,
+    general_call,
     wide_gradients_call,
     large_call,
     driver.attention_call,

@@ -11,6 +11,7 @@ import pytest
 
 import flashxla
 from tests.checks import assert_gradients, assert_same_bits
+from tests.expanded import expanded, stored
 from tests.frontends import TorchFrontend
 from tests.gradients import gradients_from
 
@@ -26,13 +27,15 @@ class Kind:
     dtype: type = ml_dtypes.bfloat16
     deterministic: bool = False
     alibi: bool = False
+    expanded: bool = False  # all KV heads of v are one in memory
 
 
 KINDS = {
     "wide": Kind("wide", 128),
     "deterministic": Kind("wide", 128, deterministic=True),
     "heads of 256": Kind("wide", 256),
-    "tile": Kind("tile", 256, alibi=True),
+    "ALiBi": Kind("wide", 64, alibi=True),
+    "tile": Kind("tile", 256, expanded=True),
     "general": Kind("general", 64, np.float32),
 }
 SOURCES = ("q", "k", "v")
@@ -50,6 +53,8 @@ def documents(rng: np.random.Generator, kind: Kind) -> dict[str, np.ndarray]:
     for array in arrays.values():
         array[offsets[-1] :] = np.nan
     offsets = np.concatenate([[0], offsets, np.full(S - count, offsets[-1])])
+    if kind.expanded:
+        arrays["v"] = expanded(arrays["v"])
     if kind.alibi:
         arrays["slopes"] = rng.random(HEADS, np.float32)
     return arrays | {"offsets": offsets.astype(np.int32), "count": np.array([count], np.int32)}
@@ -100,7 +105,8 @@ def test_torch_graph(torch: Any, rng: np.random.Generator, name: str) -> None:
         now = documents(rng, kind)
         with torch.no_grad():
             for key, array in now.items():
-                inputs[key].copy_(frontend.tensor(array))
+                to = inputs[key][:, :1] if key == "v" and kind.expanded else inputs[key]
+                to.copy_(frontend.tensor(stored(array)))
         graph.replay()
         out, *grads = map(frontend.array, results)
         check(now, kind, out, tuple(grads))

@@ -17,6 +17,7 @@ from flashxla.ops.op import Call, Op
 from tests.batches import Arguments, Case, flash_attn_arguments
 from tests.checks import assert_gradients, assert_same_bits
 from tests.conftest import WITH_AUTOGRAD
+from tests.expanded import expanded
 from tests.frontends import Frontend, TorchFrontend, has_arrays, map_arrays
 from tests.gradients import SOURCES, cotangents, gradients_from
 from tests.ops.engines import differentiated_by
@@ -41,13 +42,16 @@ ENGINES = [
     (Case(LONG, dim=256, dtype="f16", window=(17, 130), causal=False, sinks="f16", softcap=3.0), "wide"),
     (Case(LONG, dim=128, dtype="f16", leftpad=True, scale=-0.1), "wide"),
     (Case(MANY, dim=128, dtype="bf16", lse=False), "wide"),
-    # tile
-    *((Case(LONG, dim=dim, dtype="bf16", alibi="SH"), "tile") for dim in (64, 136, 192, 256)),
-    (Case(MANY, dim=256, dtype="f16", heads=(4, 4), alibi="SH"), "tile"),
-    (Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)), "tile"),
-    (Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0), "tile"),
-    (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "tile"),
-    (Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "tile"),
+    *((Case(LONG, dim=dim, dtype="bf16", alibi="SH"), "wide") for dim in (64, 136, 192, 256)),
+    (Case(MANY, dim=256, dtype="f16", heads=(4, 4), alibi="H"), "wide"),
+    (Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0), "wide"),
+    (Case(LONG, dim=128, dtype="f16", alibi="SH", causal=False, used=True, leftpad=True), "wide"),
+    (Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)), "wide"),
+    (Case(LONG, dim=40, v_dim=72, dtype="bf16"), "wide"),
+    (Case(MANY, dim=128, v_dim=8, dtype="f16"), "wide"),
+    (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "wide"),
+    (Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "wide"),
+    (Case(LONG, dim=64, v_dim=256, dtype="bf16", heads=(6, 2)), "wide"),
     # general
     (Case(LONG, dim=64, heads=(2, 1)), "general"),
     (Case(ODD, dim=128, pad_tokens=5, pad_seqs=2, sinks="f32"), "general"),
@@ -55,10 +59,20 @@ ENGINES = [
     (Case(((90, 150), (64, 64)), dim=576, v_dim=512, dtype="bf16", heads=(2, 1)), "general"),
     (Case(((90, 150), (64, 64)), dim=320, dtype="f16", heads=(2, 1), leftpad=True), "general"),
 ]
+# Where all KV heads are one in memory, as expanded tensors are: TMA does not take that.
+EXPANDED = [
+    *(Case(LONG, dim=dim, dtype="bf16") for dim in (64, 136, 192, 256)),
+    Case(MANY, dim=256, dtype="f16", heads=(8, 4), alibi="SH"),
+    Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)),
+    Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0),
+    Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True),
+    Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"),
+]
 SAME_BITS = [
     Case(LONG, dim=128, dtype="bf16", heads=(8, 2)),
     Case(MANY, dim=64, dtype="f16", sinks="f32"),
     Case(LONG, dim=256, dtype="bf16", window=(100, -1)),
+    Case(LONG, dim=192, v_dim=128, dtype="bf16", alibi="SH"),
     Case(LONG, dim=64, sinks="f32"),
     Case(((300, 300), (64, 64)), dim=320, dtype="bf16", heads=(2, 1)),
 ]
@@ -85,6 +99,17 @@ def test_engine(frontend: Frontend, rng: np.random.Generator, case: Case, engine
     arguments = flash_attn_arguments(rng, case)
     if (served := differentiated_by(frontend, arguments)) is not None:
         assert served == engine
+    check(frontend, arguments, cotangents(rng, arguments))
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("case", EXPANDED, ids=str)
+def test_expanded_heads(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+    arguments = flash_attn_arguments(rng, case)
+    name = rng.choice(["k", "v"])
+    arguments[name] = expanded(arguments[name])
+    if (served := differentiated_by(frontend, arguments)) is not None:
+        assert served == "tile"
     check(frontend, arguments, cotangents(rng, arguments))
 
 

@@ -36,6 +36,7 @@ from tests.checks import (
     assert_gradients,
     assert_same_bits,
 )
+from tests.expanded import expanded
 from tests.frontends import TorchFrontend
 from tests.gradients import SOURCES, cotangents, gradients_from
 from tests.ops.engines import ONE_TENSOR, call_of, differentiated_by, rounding_of_weights, served_by
@@ -221,7 +222,10 @@ def differentiate(frontend: TorchFrontend, rng: Rng) -> str:
     case = case_of(rng, {**sizes, "lens": lens, "page": None, "cache": "same", "dtype": dtype})
     case = dataclasses.replace(case, descale=None)
     arguments = flash_attn_arguments(rng, case) | {"deterministic": pick(rng, True, False)}
-    note(f"gradients {case} deterministic={arguments['deterministic']}")
+    once = pick(rng, None, None, None, "k", "v")
+    if once is not None:
+        arguments[once] = expanded(arguments[once])
+    note(f"gradients {case} deterministic={arguments['deterministic']} expanded={once}")
     grads = cotangents(rng, arguments)
     wanted = tuple(name for name in SOURCES if name in arguments)
     first, second = (frontend.gradients("flash_attn_varlen_func", arguments, wanted, grads) for _ in range(2))

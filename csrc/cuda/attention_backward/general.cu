@@ -229,8 +229,7 @@ flashxla_status LaunchGeneral(const Problem& p, cudaStream_t stream) {
     Launch(GradKVKernel<kDtype, S>, p, int64_t{p.num_keys} * p.num_kv_heads, stream);
   };
   auto with_sizes = [&](auto dtype) {
-    std::max(p.head_size, p.v_head_size) <= 128 ? launch(dtype, SmallSizes())
-                                                : launch(dtype, LargeSizes());
+    p.LargerHeadSize() <= 128 ? launch(dtype, SmallSizes()) : launch(dtype, LargeSizes());
   };
   switch (p.dtype) {
     case FLASHXLA_F32:

@@ -52,6 +52,9 @@ struct Problem {
   bool only_shared;  // do nothing where no sequences have keys in common: another engine serves
   bool deterministic;
 
+  __host__ __device__ int32_t LargerHeadSize() const {
+    return head_size > v_head_size ? head_size : v_head_size;
+  }
   __device__ KeyRange Visible(const Sequence& s, int first, int last) const {
     return VisibleKeys(s, window, first, last);
   }

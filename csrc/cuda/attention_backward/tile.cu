@@ -269,7 +269,7 @@ void Launch(void (*kernel)(Problem), const Problem& p, int64_t items, int bytes,
 
 const char* WhyNotTile(const Problem& p) {
   if (p.dtype == FLASHXLA_F32) return "float32 needs CUDA cores";
-  if (std::max(p.head_size, p.v_head_size) > attention::kMaxUsualHeadSize) {
+  if (p.LargerHeadSize() > attention::kMaxUsualHeadSize) {
     return "head sizes above 256 need CUDA cores";
   }
   if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
@@ -279,7 +279,7 @@ const char* WhyNotTile(const Problem& p) {
 flashxla_status LaunchTile(const Problem& p, cudaStream_t stream) {
   const int64_t row_items = int64_t{p.plan.num_row_tiles} * p.num_heads;
   const int64_t key_items = (int64_t{p.num_keys} + kOwnRows - 1) / kOwnRows * p.num_kv_heads;
-  const int head_size = std::max(p.head_size, p.v_head_size);
+  const int head_size = p.LargerHeadSize();
   attention::WithInstance(p.dtype, head_size, false, [&](auto t, auto dims, auto) {
     using T = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;

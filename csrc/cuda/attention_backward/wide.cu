@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
 #endif
 }
 
-int KeyTile(const Problem& p) { return WideKeyTile(attention::WideHeadSizes::Bucket(p.head_size)); }
+int KeyTile(const Problem& p) {
+  return WideKeyTile(attention::WideHeadSizes::Bucket(p.LargerHeadSize()));
+}
 
 const char* WhyNotWide(const Problem& p) {
   if (p.dtype == FLASHXLA_F32) return "float32 needs CUDA cores";
   if (!LoadedImage().hopper) return WhyNoHopper();
-  if (p.head_size != p.v_head_size) return "keys and values differ in head size";
-  if (p.head_size > attention::kMaxUsualHeadSize) return "the head size is above 256";
-  if (p.alibi_slopes.data != nullptr) return "ALiBi slopes";
+  if (p.LargerHeadSize() > attention::kMaxUsualHeadSize) return "the head size is above 256";
   if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
   if (p.num_keys == 0) return "there are no keys";
   for (const Rows& rows : {p.q, p.grad_out}) {
@@ -82,19 +82,22 @@ const char* WhyNotWide(const Problem& p) {
 flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
-  auto map = [&](const Rows& rows, int num_rows, int num_heads, int box, CUtensorMap* to) {
-    return attention::MapRows(rows, p.dtype, num_rows, num_heads, p.head_size, kBlockColumns, 1,
-                              box, to);
+  auto map_queries = [&](const Rows& rows, int head_size, CUtensorMap* to) {
+    return attention::MapRows(rows, p.dtype, p.num_tokens, p.num_heads, head_size, kBlockColumns, 1,
+                              kRowTile, to);
   };
-  if (!map(p.q, p.num_tokens, p.num_heads, kRowTile, &w.q) ||
-      !map(p.grad_out, p.num_tokens, p.num_heads, kRowTile, &w.grad_out) ||
-      !map(p.k, p.num_keys, p.num_kv_heads, KeyTile(p), &w.k) ||
-      !map(p.v, p.num_keys, p.num_kv_heads, KeyTile(p), &w.v)) {
+  auto map_keys = [&](const Rows& rows, int head_size, CUtensorMap* to) {
+    return attention::MapRows(rows, p.dtype, p.num_keys, p.num_kv_heads, head_size, kBlockColumns,
+                              1, KeyTile(p), to);
+  };
+  if (!map_queries(p.q, p.head_size, &w.q) ||
+      !map_queries(p.grad_out, p.v_head_size, &w.grad_out) || !map_keys(p.k, p.head_size, &w.k) ||
+      !map_keys(p.v, p.v_head_size, &w.v)) {
     return SetError(FLASHXLA_DEVICE_ERROR,
                     "the driver refuses a tensor map of q, k, v or grad_out");
   }
   attention::WithInstance<attention::WideHeadSizes>(
-      p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
+      p.dtype, p.LargerHeadSize(), false, [&](auto t, auto dims, auto) {
         using T = typename decltype(t)::type;
         constexpr int kDims = decltype(dims)::value, kBytes = WideShape<kDims>::kBytes;
         auto* kernel = WideKernel<T, kDims>;

@@ -112,16 +112,17 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       const uint32_t grad_out = shared.grad_out(grad_turn.stage);
       float score[kQueries / 2], product[kQueries / 2];
       attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
-      const int2 step = LoadShared<int2>(shared.step(turn.stage));  // a WideStep
-      ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.y);
+      const auto step = LoadShared<WideStep>(shared.step(turn.stage));
+      ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.num_rows);
       start_scores(score, shared.keys(), shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(grad_turn.stage), grad_turn.parity);
-      ZeroOthers<kRowTile, S::kBlocks>(grad_out, 0, step.y);
+      ZeroOthers<kRowTile, S::kBlocks>(grad_out, 0, step.num_rows);
       start_scores(product, shared.values(), grad_out);
       attention::WaitMatrix<1>();
       Pin(score);
 
-      const WideScores<T, kQueries> scores(p, rows, step.x + group * kQueries);
+      const WideScores<T, kQueries> scores(p, rows, step.first_query + group * kQueries,
+                                           step.slope2);
       const uint32_t column = group * kQueries * 4 + lane % 4 * 8;  // of float32 by row
       typename WideScores<T, kQueries>::Fragments fragments;
       scores.Weigh(score, shared.lse2(turn.stage) + column, fragments);
@@ -161,7 +162,7 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
     const auto item = LoadShared<WideItem>(shared.item());
     attention::Release(shared.keys_empty());
     grad_k.template Store<T>(p.grad_k, item, p.head_size, row, group, p.softmax_scale);
-    grad_v.template Store<T>(p.grad_v, item, p.head_size, row, group, 1.f);
+    grad_v.template Store<T>(p.grad_v, item, p.v_head_size, row, group, 1.f);
   }
 }
 

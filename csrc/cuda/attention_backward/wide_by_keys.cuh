@@ -59,16 +59,16 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
       const Turn<S::kStages> turn(steps);
       float score[kRowTile / 2], product[kRowTile / 2];
       attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
-      const int2 step = LoadShared<int2>(shared.step(turn.stage));  // a WideStep
-      ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.y);
+      const auto step = LoadShared<WideStep>(shared.step(turn.stage));
+      ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.num_rows);
       start_scores(score, shared.keys(), shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(turn.stage), turn.parity);
-      ZeroOthers<kRowTile, S::kBlocks>(shared.grad_out(turn.stage), 0, step.y);
+      ZeroOthers<kRowTile, S::kBlocks>(shared.grad_out(turn.stage), 0, step.num_rows);
       start_scores(product, shared.values(), shared.grad_out(turn.stage));
       attention::WaitMatrix<1>();
       Pin(score);
 
-      const WideScores<T, kRowTile> scores(p, rows, step.x);
+      const WideScores<T, kRowTile> scores(p, rows, step.first_query, step.slope2);
       typename WideScores<T, kRowTile>::Fragments weights, gradients;
       scores.Weigh(score, shared.lse2(turn.stage) + lane % 4 * 8, weights);
       start_gradient(grad_v, weights, shared.grad_out(turn.stage));
@@ -106,7 +106,7 @@ __device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& sha
     const auto item = LoadShared<WideItem>(shared.item());
     attention::Release(shared.keys_empty());
     StoreKeys<T, kDims>(p.grad_k, item, p.head_size, row, 0, p.softmax_scale, grad_k);
-    StoreKeys<T, kDims>(p.grad_v, item, p.head_size, row, 0, 1.f, grad_v);
+    StoreKeys<T, kDims>(p.grad_v, item, p.v_head_size, row, 0, 1.f, grad_v);
   }
 }
 

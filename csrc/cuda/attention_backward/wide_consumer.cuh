@@ -66,11 +66,13 @@ __device__ void ZeroOtherKeys(const WideShared<kDims>& shared) {
 struct KeyRows {
   int low[2], high[2];    // queries that see each key
   int low_all, high_all;  // queries that see all 64 keys
+  int position;           // of the first key of the two, relative to the sequence's first query
 
   __device__ KeyRows(const Problem& p, const WideItem& item, int group_row, int row) {
     const int first = item.first_key + group_row;
     low_all = item.FirstQuery(p.window, first + 63), high_all = item.EndQuery(p.window, first);
     if (first < item.low_key || first + 64 > item.high_key) low_all = item.num_queries;
+    position = item.first_key + row - item.offset;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int j = item.first_key + row + 8 * r;
@@ -112,25 +114,23 @@ struct WideScores {
   const Problem& p;
   int low[2], high[2];  // the columns that see each key, relative to this thread's first one
   bool masked;
+  float slope2;    // ALiBi's
+  float distance;  // from this thread's first key to its first column's query
 
   // first_query: of the columns.
-  __device__ WideScores(const Problem& problem, const KeyRows& rows, int first_query) : p(problem) {
+  __device__ WideScores(const Problem& problem, const KeyRows& rows, int first_query, float slope)
+      : p(problem), slope2(slope) {
     const int offset = first_query + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) low[r] = rows.low[r] - offset, high[r] = rows.high[r] - offset;
+    distance = static_cast<float>(offset - rows.position);
     masked = first_query < rows.low_all || first_query + kQueries > rows.high_all;
   }
 
   // Turns scores into weights, and then into what the gradients of the scores are multiplied by.
   // lse2: of this thread's first column.
   __device__ void Weigh(float (&score)[kCount], uint32_t lse2, Fragments& weights) const {
-    if (p.softcap > 0.f) {
-      masked ? WeighAs<true, true>(score, lse2, weights)
-             : WeighAs<false, true>(score, lse2, weights);
-    } else {
-      masked ? WeighAs<true, false>(score, lse2, weights)
-             : WeighAs<false, false>(score, lse2, weights);
-    }
+    slope2 != 0.f ? WeighAs<true>(score, lse2, weights) : WeighAs<false>(score, lse2, weights);
   }
 
   // The gradients of the scores, from Weigh's result and the products of values and grad_out.
@@ -143,7 +143,18 @@ struct WideScores {
  private:
   __device__ bool Sees(int column, int r) const { return column >= low[r] && column < high[r]; }
 
-  template <bool kMasked, bool kSoftcap>
+  template <bool kAlibi>
+  __device__ void WeighAs(float (&score)[kCount], uint32_t lse2, Fragments& weights) const {
+    if (p.softcap > 0.f) {
+      masked ? WeighAs<kAlibi, true, true>(score, lse2, weights)
+             : WeighAs<kAlibi, true, false>(score, lse2, weights);
+    } else {
+      masked ? WeighAs<kAlibi, false, true>(score, lse2, weights)
+             : WeighAs<kAlibi, false, false>(score, lse2, weights);
+    }
+  }
+
+  template <bool kAlibi, bool kSoftcap, bool kMasked>
   __device__ void WeighAs(float (&score)[kCount], uint32_t lse2, Fragments& weights) const {
     // softmax_scale, in log2, and what turns products into softcap's argument.
     const float scale2 = (kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
@@ -157,7 +168,12 @@ struct WideScores {
         float& x = score[i * 4 + j];
         // tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7.
         if (kSoftcap) x = 1.f - __fdividef(2.f, 1.f + Exp2(x * cap_scale));
-        weight[j] = Exp2(fmaf(x, scale2, -(j % 2 ? base.y : base.x)));
+        float exponent = fmaf(x, scale2, -(j % 2 ? base.y : base.x));
+        if (kAlibi) {
+          exponent = fmaf(-slope2, fabsf(distance + static_cast<float>(i * 8 + j % 2 - j / 2 * 8)),
+                          exponent);
+        }
+        weight[j] = Exp2(exponent);
         if (kMasked && !Sees(i * 8 + j % 2, j / 2)) weight[j] = 0.f;
         x = kSoftcap ? weight[j] * (1.f - x * x) : weight[j];
       }

@@ -28,6 +28,7 @@ struct alignas(16) WideItem {
   int first_tile, end_tile;  // the row tiles, among the sequence's
   int first_row;             // row of q of the sequence's first query
   int row_tiles;             // row tiles of the sequences before
+  int sequence;
 
   // Queries [FirstQuery, EndQuery) see the key at position j, if it exists.
   __device__ int FirstQuery(const Window& window, int j) const {
@@ -42,9 +43,10 @@ struct alignas(16) WideItem {
 };
 
 // A step of an item, a row tile of a head: what the consumers must know.
-struct WideStep {
+struct alignas(16) WideStep {
   int first_query;  // of the row tile, in its sequence
   int num_rows;     // of the sequence from there on
+  float slope2;     // ALiBi's, in log2; 0: there is none
 };
 
 // Keys of a key tile.
@@ -152,11 +154,6 @@ __device__ inline void LoadBytes(uint32_t to, const void* from, int bytes, uint3
       : "memory");
 }
 
-// A part of a struct alone.
-__device__ inline void StoreShared2(uint32_t to, int x, int y) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
-}
-
 // Loads rows [first, first + kRows) of a head, and zeros for columns past the head size.
 template <int kDims, int kRows>
 __device__ void LoadRows(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head,
@@ -180,7 +177,8 @@ __device__ bool FindItem(const Problem& p, int number, WideItem* item) {
   item->kv_head = number % p.num_kv_heads;
   item->first_key = tile.y * kKeyTile, item->key_row = s.key_row;
   item->low_key = s.first_key, item->high_key = s.num_keys;
-  item->num_queries = s.num_queries, item->offset = s.length - s.num_queries;
+  item->sequence = tile.x, item->num_queries = s.num_queries,
+  item->offset = s.length - s.num_queries;
   item->first_row = s.first_query, item->row_tiles = p.plan.row_tile_starts[tile.x];
   const int begin = item->FirstQuery(p.window, item->first_key);
   const int end = item->EndQuery(p.window, min(item->first_key + kKeyTile, item->high_key) - 1);
@@ -230,7 +228,9 @@ __device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>
       const uint32_t full = shared.queries_full(turn.stage);
       const int row_tile = item.row_tiles + tile;
       attention::WaitBarrier(shared.queries_empty(turn.stage), turn.parity ^ 1);
-      StoreShared2(shared.step(turn.stage), tile * kRowTile, item.num_queries - tile * kRowTile);
+      const float slope2 = p.alibi_slopes.at(item.sequence, head, 0.f) * kLog2e;
+      StoreShared(shared.step(turn.stage),
+                  WideStep{tile * kRowTile, item.num_queries - tile * kRowTile, slope2});
       attention::ArriveExpecting(full, S::kRowTileBytes + kScalarBytes);
       LoadRows<kDims, kRowTile>(shared.queries(turn.stage), &w.q, full, head,
                                 item.first_row + tile * kRowTile);

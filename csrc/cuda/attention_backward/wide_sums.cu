@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) SumsKernel(const __grid_constant__ P
 void LaunchWideSums(const Problem& p, cudaStream_t stream) {
   const dim3 blocks(p.plan.num_row_tiles, p.num_heads);
   attention::WithInstance<attention::WideHeadSizes>(
-      p.dtype, p.head_size, false, [&](auto t, auto dims, auto) {
+      p.dtype, p.LargerHeadSize(), false, [&](auto t, auto dims, auto) {
         using T = typename decltype(t)::type;
         SumsKernel<T, decltype(dims)::value><<<blocks, kThreads, 0, stream>>>(p);
       });

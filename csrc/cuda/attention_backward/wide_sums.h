@@ -12,7 +12,7 @@ namespace flashxla::attention_backward {
 // registers that hold them: 16 bytes of each thread, then the next 16 bytes.
 constexpr int WideSumParts(int dims) { return dims > 192 ? 2 : 1; }
 inline int NumWideSums(const Problem& p) {
-  return kRowTile * attention::WideHeadSizes::Bucket(p.head_size);
+  return kRowTile * attention::WideHeadSizes::Bucket(p.LargerHeadSize());
 }
 
 // Each warpgroup has half of the columns of grad_q; of heads above 128 half of those of grad_k and

@@ -17,7 +17,7 @@ from flashxla.bench.topic import Peer, Run
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
-    """q [T, Hq, D], k and v [Tk, Hk, D]: the sequences one after the other."""
+    """q [T, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences one after the other."""
 
     case: AttentionCase
     q: torch.Tensor
@@ -33,12 +33,14 @@ class AttentionProblem:
 def problem(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> AttentionProblem:
     """Random tensors of a case."""
 
-    def tensor(tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, case.dim).to(device, dtype)
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(device, dtype)
 
     queries, keys = (sum(lens) for lens in zip(*case.lens, strict=True))
-    q_heads, k_heads = case.heads
-    return AttentionProblem(case, tensor(queries, q_heads), tensor(keys, k_heads), tensor(keys, k_heads))
+    (q_heads, k_heads), (dim, v_dim) = case.heads, case.dims
+    return AttentionProblem(
+        case, tensor(queries, q_heads, dim), tensor(keys, k_heads, dim), tensor(keys, k_heads, v_dim)
+    )
 
 
 def _ours(problem: AttentionProblem) -> Run:
@@ -144,7 +146,7 @@ def _sdpa_grouped(problem: AttentionProblem) -> Run:
     rows = q.view(q.shape[0], k.shape[1], -1, q.shape[3])  # the query heads of a KV head become its queries
 
     def call() -> torch.Tensor:
-        return sdpa(rows, k, v, attn_mask=mask).view(q.shape)
+        return sdpa(rows, k, v, attn_mask=mask).view(*q.shape[:3], -1)
 
     return Run(call, lambda out: unpadded(problem, out))
 

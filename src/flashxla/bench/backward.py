@@ -39,26 +39,30 @@ CASES = {
         _ON_GPU("1 x 8192, heads of 64", _8K, dim=64),
         _ON_GPU("1 x 8192, heads of 192", _8K, dim=192),
         _ON_GPU("1 x 8192, heads of 256", _8K, dim=256),
+        _ON_GPU("1 x 8192, 16 heads of 192, of values 128", _8K, heads=(16, 16), dim=192, v_dim=128),
         _ON_GPU("1 x 8192, deterministic", _8K, deterministic=True),
     ),
     "quick": (
         AttentionCase("2 x 32", prompts(32, 32), heads=(2, 2), dim=32),
         AttentionCase("ragged, 4 heads on 2", prompts(7, 33), heads=(4, 2), dim=32),
         AttentionCase("ragged, window 9", prompts(7, 33), heads=(4, 2), dim=32, window=9),
+        AttentionCase("2 x 32, heads of 32, of values 16", prompts(32, 32), dim=32, v_dim=16),
         AttentionCase("2 x 32, deterministic", prompts(32, 32), dim=32, deterministic=True),
     ),
 }
 
 
 def _work(case: AttentionCase, dtype: torch.dtype) -> float:
-    """Floating point operations: five products, over the keys that causality and a window leave."""
-    return 2.5 * cases.prefill_work(case, dtype)
+    """Floating point operations: three products of keys' columns and two of values'."""
+    dim, v_dim = case.dims
+    return cases.multiplied_pairs(case) * (3 * dim + 2 * v_dim)
 
 
 def _gradient_of_out(problem: AttentionProblem) -> torch.Tensor:
     """The same numbers for all contenders."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(problem.q.shape, generator=generator).to(problem.q)
+    shape = (*problem.q.shape[:2], problem.v.shape[-1])
+    return torch.randn(shape, generator=generator).to(problem.q)
 
 
 def _sources(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -20,10 +20,16 @@ class AttentionCase:
     lens: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (8, 8)  # of queries, of keys
     dim: int = 128
+    v_dim: int | None = None  # of values; None: dim
     page: int | None = None
     window: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        return self.dim, self.v_dim or self.dim
 
     @property
     def ragged(self) -> bool:
@@ -83,13 +89,18 @@ PREFILL = {
 }
 
 
-def prefill_work(case: AttentionCase, dtype: Any) -> float:
-    """Floating point operations: two products, over the keys that causality and a window leave."""
+def multiplied_pairs(case: AttentionCase) -> float:
+    """Floating point operations of a product, a column: over the keys that causality and a window leave."""
     pairs = 0
     for n, _ in case.lens:
         window = n if case.window is None else min(case.window, n)
         pairs += window * (window + 1) // 2 + (n - window) * window
-    return 4.0 * case.heads[0] * case.dim * pairs
+    return 2.0 * case.heads[0] * pairs
+
+
+def prefill_work(case: AttentionCase, dtype: Any) -> float:
+    """Floating point operations of two products."""
+    return multiplied_pairs(case) * sum(case.dims)
 
 
 def _batch(*keys: int) -> tuple[tuple[int, int], ...]:
@@ -137,7 +148,7 @@ DECODE = {
 
 def decode_work(case: AttentionCase, dtype: Any) -> float:
     """Bytes of the keys and values, each read once."""
-    return 2.0 * sum(keys for _, keys in case.lens) * case.heads[1] * case.dim * dtype.itemsize
+    return 1.0 * sum(keys for _, keys in case.lens) * case.heads[1] * sum(case.dims) * dtype.itemsize
 
 
 KV_WRITE = {

@@ -29,7 +29,7 @@ def _run(program: Callable[..., Any], *arrays: Any, results: Callable[[Any], Seq
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
-    """q [T, Hq, D], k and v [Tk, Hk, D]: the sequences one after the other."""
+    """q [T, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv]: the sequences one after the other."""
 
     case: AttentionCase
     q: jax.Array
@@ -40,11 +40,13 @@ class AttentionProblem:
 def _attention_problem(case: AttentionCase, dtype: Any, device: Any) -> AttentionProblem:
     random = np.random.default_rng(0)
 
-    def array(tokens: int, heads: int) -> jax.Array:
-        return jax.device_put(random.standard_normal((tokens, heads, case.dim)).astype(dtype), device)
+    def array(*shape: int) -> jax.Array:
+        return jax.device_put(random.standard_normal(shape).astype(dtype), device)
 
     queries, keys = (sum(lens) for lens in zip(*case.lens, strict=True))
-    return AttentionProblem(case, array(queries, case.heads[0]), *(array(keys, case.heads[1]) for _ in "kv"))
+    heads, kv_heads = case.heads
+    k, v = (array(keys, kv_heads, dim) for dim in case.dims)
+    return AttentionProblem(case, array(queries, heads, case.dim), k, v)
 
 
 def _ours(problem: AttentionProblem) -> Run:
