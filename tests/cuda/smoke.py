@@ -430,6 +430,12 @@ def tile_gradients_call(rng: Rng) -> Call:
     return call
 
 
+def tile32_gradients_call(rng: Rng) -> Call:
+    """tile32: float32."""
+    sizes = wide(rng)._replace(q_dtype=F32, element=F32, dim=int(pick(rng, 64, 128, 256, 4, 20, 72, 136)))
+    return driver.attention_backward_call(rng, other_values(rng, sizes, 4))
+
+
 def bounded(rng: Rng, call: Call, always: bool) -> Call:
     """With max_seqlen_q unknown or that of the tokens: a smaller one lets swap or split serve every sequence."""
     if always or rng.random() < 0.8:
@@ -477,6 +483,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     large_call,
     driver.attention_call,
     tile_gradients_call,
+    tile32_gradients_call,
     driver.attention_backward_call,
 )
 BIG_KV_CACHE_EVERY = 25

@@ -36,7 +36,8 @@ KINDS = {
     "heads of 256": Kind("wide", 256),
     "ALiBi": Kind("wide", 64, alibi=True),
     "tile": Kind("tile", 256, expanded=True),
-    "general": Kind("general", 64, np.float32),
+    "tile32": Kind("tile32", 64, np.float32),
+    "general": Kind("general", 46, np.float32),
 }
 SOURCES = ("q", "k", "v")
 

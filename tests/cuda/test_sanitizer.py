@@ -64,6 +64,7 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
         "large_split",
         "general",
         "tile of gradients",
+        "tile32 of gradients",
         "general of gradients",
     ]
     if re.search(r"\bwide \d", served):  # on Hopper

@@ -52,9 +52,17 @@ ENGINES = [
     (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "wide"),
     (Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "wide"),
     (Case(LONG, dim=64, v_dim=256, dtype="bf16", heads=(6, 2)), "wide"),
+    # tile32
+    *((Case(LONG, dim=dim, heads=(4, 2)), "tile32") for dim in (4, 20, 64, 96, 128, 136, 256)),
+    (Case(MANY, dim=64, heads=(4, 4)), "tile32"),
+    (Case(MANY, dim=128, alibi="SH", lse=False), "tile32"),
+    (Case(ODD, dim=128, pad_tokens=5, pad_seqs=2, sinks="f32"), "tile32"),
+    (Case(ODD, dim=256, v_dim=12, pad_tokens=5, pad_seqs=2, leftpad=True), "tile32"),
+    (Case(LONG, dim=40, v_dim=72, softcap=3.0, used=True), "tile32"),
+    (Case(LONG, dim=64, window=(17, 130), causal=False, scale=-0.1), "tile32"),
     # general
-    (Case(LONG, dim=64, heads=(2, 1)), "general"),
-    (Case(ODD, dim=128, pad_tokens=5, pad_seqs=2, sinks="f32"), "general"),
+    (Case(LONG, dim=46, heads=(2, 1)), "general"),
+    (Case(ODD, dim=264, v_dim=64, pad_tokens=5, pad_seqs=2, sinks="f32", heads=(2, 1)), "general"),
     (Case(LONG, dim=46, dtype="bf16", heads=(2, 1)), "general"),
     (Case(((90, 150), (64, 64)), dim=576, v_dim=512, dtype="bf16", heads=(2, 1)), "general"),
     (Case(((90, 150), (64, 64)), dim=320, dtype="f16", heads=(2, 1), leftpad=True), "general"),
@@ -74,6 +82,7 @@ SAME_BITS = [
     Case(LONG, dim=256, dtype="bf16", window=(100, -1)),
     Case(LONG, dim=192, v_dim=128, dtype="bf16", alibi="SH"),
     Case(LONG, dim=64, sinks="f32"),
+    Case(LONG, dim=256, v_dim=128),
     Case(((300, 300), (64, 64)), dim=320, dtype="bf16", heads=(2, 1)),
 ]
 

@@ -332,7 +332,7 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "float32": (lambda f, rng: attend(f, rng, float32), ("split32", "tile32")),
     "anything": (lambda f, rng: attend(f, rng, anything), ("tile32", "swap", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("large_split", "large", "general")),
-    "differentiate": (differentiate, ("wide", "tile", "general")),
+    "differentiate": (differentiate, ("wide", "tile", "tile32", "general")),
     "write_and_attend": (write_and_attend, ("tile32", "swap", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
     "merge": (merge, ("merge_attn_states",)),

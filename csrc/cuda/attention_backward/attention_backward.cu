@@ -14,7 +14,7 @@ namespace flashxla::attention_backward {
 namespace {
 
 // For each call the fastest engine that serves it.
-constexpr const Engine* kEngines[] = {&kWideEngine, &kTileEngine, &kGeneralEngine};
+constexpr const Engine* kEngines[] = {&kWideEngine, &kTileEngine, &kTile32Engine, &kGeneralEngine};
 
 constexpr int64_t kMaxGridY = 65535;
 

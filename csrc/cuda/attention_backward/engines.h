@@ -25,7 +25,7 @@ struct Engine {
   bool takes_shared_keys;
 };
 
-extern const Engine kWideEngine, kTileEngine, kGeneralEngine;
+extern const Engine kWideEngine, kTileEngine, kTile32Engine, kGeneralEngine;
 
 // Fills in lse2 and delta, and writes zeros to the sums.
 void LaunchDelta(const Problem& problem, cudaStream_t stream);

@@ -3,7 +3,7 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_TILE_QUERIES_CUH_
 
 #include "cuda/attention_backward/key_sequences.cuh"
-#include "cuda/attention_backward/tile_products.cuh"
+#include "cuda/attention_backward/tile_scores.cuh"
 
 namespace flashxla::attention_backward {
 

@@ -59,7 +59,7 @@ int KeyTile(const Problem& p) {
 }
 
 const char* WhyNotWide(const Problem& p) {
-  if (p.dtype == FLASHXLA_F32) return "float32 needs CUDA cores";
+  if (p.dtype == FLASHXLA_F32) return "float32 has an engine of its own";
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (p.LargerHeadSize() > attention::kMaxUsualHeadSize) return "the head size is above 256";
   if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
