@@ -153,9 +153,12 @@ def test_same_bits_twice(frontend: Frontend, rng: np.random.Generator, case: Cas
 
 
 @pytest.mark.frontends("torch")
-def test_values_that_are_not_seen_may_be_anything(frontend: Frontend, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("dim", [16, 128, 256])
+def test_values_that_are_not_seen_may_be_anything(
+    frontend: Frontend, rng: np.random.Generator, dim: int
+) -> None:
     """0 times infinity is not 0: gradients of queries have nothing of the keys that these do not see."""
-    arguments = flash_attn_arguments(rng, Case(((40, 40),), lse=False))
+    arguments = flash_attn_arguments(rng, Case(((40, 40),), lse=False, dim=dim))
     clean = {name: array.copy() for name, array in arguments.items() if isinstance(array, np.ndarray)}
     (grad,) = cotangents(rng, arguments)
     for name in "qkv":
@@ -166,6 +169,21 @@ def test_values_that_are_not_seen_may_be_anything(frontend: Frontend, rng: np.ra
     short["cu_seqlens_k"] = short["cu_seqlens_q"]
     expected = flash_attn_varlen_gradients(short, np.nan_to_num(grad))
     assert_gradients(got["q"][:30], expected["q"][:30], DTYPES["f32"], "q", frontend.device)
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize("dim", [16, 128, 256])
+def test_queries_that_do_not_see_may_be_anything(
+    frontend: Frontend, rng: np.random.Generator, dim: int
+) -> None:
+    """Gradients of keys and values have nothing of the queries that do not see them."""
+    arguments = flash_attn_arguments(rng, Case(((40, 40),), lse=False, dim=dim))
+    (grad,) = cotangents(rng, arguments)
+    expected = flash_attn_varlen_gradients(arguments, np.where(np.arange(40)[:, None, None] < 10, 0, grad))
+    arguments["q"][:10], grad[:10] = np.nan, np.inf
+    got = frontend.gradients("flash_attn_varlen_func", arguments, ("k", "v"), (grad,))
+    for name in "kv":
+        assert_gradients(got[name][10:], expected[name][10:], DTYPES["f32"], name, frontend.device)
 
 
 @pytest.mark.frontends("torch")

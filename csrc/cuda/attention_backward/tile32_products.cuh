@@ -6,6 +6,7 @@
 #define FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_TILE32_PRODUCTS_CUH_
 
 #include "cuda/attention/tf32.cuh"
+#include "cuda/attention/warp.cuh"
 #include "cuda/attention_backward/tile_products.cuh"
 
 namespace flashxla::attention_backward {
@@ -13,7 +14,7 @@ namespace flashxla::attention_backward {
 template <int kDims>
 struct TileProducts<float, kDims> {
   static constexpr int kRowBytes = kDims * 4, kSliceBytes = kSliceRows * kRowBytes;
-  static constexpr int kStageRows = kDims <= 64 ? 32 : 16;
+  static constexpr int kStageRows = 16, kBlocksEach = kDims == 64 ? 3 : 256 / kDims;
   static constexpr bool kOwnInRegisters = false;
 
   // Starts to copy rows first, first + 1, ... of a head to shared memory. Rows from `count` on, and
@@ -92,12 +93,14 @@ struct TileProducts<float, kDims> {
     }
   }
 
-  // sums += x times a matrix with kColumns rows. In x, a lane has two neighbours of each 8 columns,
+  // sums += x times a matrix with kColumns rows; masked: weights of 0 are skipped, since 0 times
+  // infinity is not 0. In x, a lane has two neighbours of each 8 columns,
   // so it takes two neighbouring rows. Of each 32 dims it has 8: sums[4 * m + j] has dims
   // 32 * m + 8 * t + j and those 4 further.
   template <int kColumns>
   __device__ static void AddProduct(Columns<kDims>& sums, const Columns<kColumns>& x,
-                                    uint32_t other, int head_size) {
+                                    uint32_t other, int head_size, bool masked) {
+    if (masked && !AllFinite<kColumns>(other)) return AddSeen<kColumns>(sums, x, other);
     const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     attention::SplitFloats<4> a[kColumns / 8];
 #pragma unroll
@@ -161,6 +164,55 @@ struct TileProducts<float, kDims> {
 
  private:
   __device__ static int Turn(int row) { return (row & 1) << 2 ^ (row & 6); }
+
+  // Whether a matrix with kRows rows has only finite numbers. The same in all lanes of a warp.
+  template <int kRows>
+  __device__ static bool AllFinite(uint32_t matrix) {
+    float probe = 0.f;
+#pragma unroll
+    for (int i = 0; i < kRows * kRowBytes / 512; ++i) {
+      const auto four = attention::LoadShared<float4>(matrix + i * 512 + threadIdx.x % 32 * 16);
+      probe = fmaf(0.f, four.x, fmaf(0.f, four.y, fmaf(0.f, four.z, fmaf(0.f, four.w, probe))));
+    }
+    return !__any_sync(attention::kAllLanes, probe != 0.f);
+  }
+
+  // AddProduct on CUDA cores, which skips weights of 0.
+  template <int kColumns>
+  __device__ static void AddSeen(Columns<kDims>& sums, const Columns<kColumns>& x, uint32_t other) {
+    const int group = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll 1
+      for (int c = 0; c < 8; ++c) {
+        float weight[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          weight[r] = __shfl_sync(attention::kAllLanes, c % 2 ? x[n][2 * r + 1] : x[n][2 * r],
+                                  group * 4 + c / 2);
+        }
+        const uint32_t row = other + (n * 8 + c) * kRowBytes;
+#pragma unroll
+        for (int m = 0; m < kDims / 32; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int chunk = m * 8 + t * 2 + half;
+            const auto four = attention::LoadShared<float4>(row + (chunk ^ Turn(c)) * 16);
+            const float value[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              if (weight[r] == 0.f) continue;
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                float& sum = sums[m * 4 + j][2 * r + half];
+                sum = fmaf(weight[r], value[j], sum);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
 };
 
 }  // namespace flashxla::attention_backward

@@ -32,10 +32,6 @@ struct TileShared {
   static_assert(kOwnAt + 2 * kOwnHalfBytes <= kBytes);
 };
 
-// Thread blocks that share a multiprocessor, if its shared memory allows: it bounds the registers.
-template <int kDims>
-constexpr int kBlocksEach = kDims == 64 ? 3 : 256 / kDims;
-
 // Whether another engine serves the call.
 __device__ inline bool IsServed(const Problem& p) { return p.only_shared && !p.plan.shares_keys(); }
 
@@ -59,7 +55,7 @@ struct QueryRows {
 };
 
 template <typename T, int kDims>
-__global__ void __launch_bounds__(kTileThreads, kBlocksEach<kDims>)
+__global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksEach)
     GradQKernel(const __grid_constant__ Problem p) {
   using M = TileProducts<T, kDims>;
   using S = TileShared<M, M::kOwnInRegisters>;
@@ -143,7 +139,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksEach<kDims>)
         rows.key = key + lane % 4 * 2;
         const bool masked = key < all.begin || key + kKeys > all.end;
         Weigh<true, kKeys>(p, rows, slope, masked, dots, grads);
-        M::template AddProduct<kKeys>(grad_q, grads, k, p.head_size);
+        M::template AddProduct<kKeys>(grad_q, grads, k, p.head_size, masked);
       }
       __syncthreads();
       load(stage, key + kTileStages * kKeys);
@@ -163,7 +159,7 @@ struct KeyTile {
 };
 
 template <typename T, int kDims, bool kGradK, bool kGradV>
-__global__ void __launch_bounds__(kTileThreads, kBlocksEach<kDims>)
+__global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksEach)
     GradKVKernel(const __grid_constant__ Problem p) {
   using Tile = KeyTile<T, kDims>;
   using M = TileProducts<T, kDims>;
@@ -230,8 +226,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksEach<kDims>)
         const bool masked = info.all.begin > begin || info.all.end < end;
         Weigh<kGradK, kQueries>(p, QueryColumns<kQueries>(info), info.slope, masked, dots, grads);
         if constexpr (kGradV)
-          M::template AddProduct<kQueries>(grad_v, dots, grad_out, p.v_head_size);
-        if constexpr (kGradK) M::template AddProduct<kQueries>(grad_k, grads, q, p.head_size);
+          M::template AddProduct<kQueries>(grad_v, dots, grad_out, p.v_head_size, masked);
+        if constexpr (kGradK)
+          M::template AddProduct<kQueries>(grad_k, grads, q, p.head_size, masked);
       }
       __syncthreads();
       load(stage);

@@ -14,6 +14,9 @@ struct TileProducts {
   static constexpr int kSliceBytes = attention::kSliceBytes<kDims>;
   // Rows of the side that a thread block goes over, in a stage.
   static constexpr int kStageRows = kDims <= 128 ? 32 : 16;
+  // Thread blocks that share a multiprocessor, if its shared memory allows: it bounds the
+  // registers.
+  static constexpr int kBlocksEach = kDims == 64 ? 3 : 256 / kDims;
   // Whether its own rows of Q and grad_out stay in registers.
   static constexpr bool kOwnInRegisters = kDims <= 128;
 
@@ -87,7 +90,7 @@ struct TileProducts {
   // sums += x, rounded to T, times a matrix with kColumns rows.
   template <int kColumns>
   __device__ static void AddProduct(Columns<kDims>& sums, const Columns<kColumns>& x,
-                                    uint32_t other, int) {
+                                    uint32_t other, int, bool) {
     using attention::Pack;
     other += LeftOffset();
 #pragma unroll
