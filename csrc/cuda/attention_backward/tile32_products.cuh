@@ -14,7 +14,8 @@ namespace flashxla::attention_backward {
 template <int kDims>
 struct TileProducts<float, kDims> {
   static constexpr int kRowBytes = kDims * 4, kSliceBytes = kSliceRows * kRowBytes;
-  static constexpr int kStageRows = 16, kBlocksEach = kDims == 64 ? 3 : 256 / kDims;
+  static constexpr int kStageRows = kDims == 64 ? 32 : 16;
+  static constexpr int kBlocksEach = kDims == 256 ? 1 : 2;
   static constexpr bool kOwnInRegisters = false;
 
   // Starts to copy rows first, first + 1, ... of a head to shared memory. Rows from `count` on, and
@@ -53,7 +54,8 @@ struct TileProducts<float, kDims> {
     const uint32_t row = group * kRowBytes, place = (t ^ Turn(group)) * 16;
     Columns<kColumns> rest;
     SetZero<kColumns>(rest);
-#pragma unroll 1
+    constexpr int kAtOnce = kDims == 64 ? 1 : 2;  // steps
+#pragma unroll kAtOnce
     for (int d = 0; d < head_size; d += 16) {
       // In whatever order dims are summed up: a lane takes four neighbours, for two products.
       const uint32_t at = row + (place ^ d * 4);
