@@ -146,7 +146,8 @@ class TorchFrontend(Frontend):
             tensor = tensor.view(getattr(self.torch, array.dtype.name))
         else:
             tensor = self.torch.from_numpy(np.array(once, order="C"))
-        return tensor.to(self.target_device()).expand(array.shape)
+        tensor = tensor.to(self.target_device())
+        return tensor if once.shape == array.shape else tensor.expand(array.shape)
 
     def array(self, tensor: Any) -> Array:
         """The data of a tensor."""
