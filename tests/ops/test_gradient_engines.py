@@ -47,6 +47,8 @@ ENGINES = [
     (Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0), "wide"),
     (Case(LONG, dim=128, dtype="f16", alibi="SH", causal=False, used=True, leftpad=True), "wide"),
     (Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)), "wide"),
+    (Case(MANY, dim=136, v_dim=8, dtype="f16", alibi="H", softcap=5.0), "wide"),
+    (Case(ODD, dim=192, v_dim=104, dtype="bf16", pad_tokens=5, pad_seqs=2, sinks="f32"), "wide"),
     (Case(LONG, dim=40, v_dim=72, dtype="bf16"), "wide"),
     (Case(MANY, dim=128, v_dim=8, dtype="f16"), "wide"),
     (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "wide"),

@@ -36,6 +36,7 @@ KINDS: list[dict[str, Any]] = [
     {"dtype": "f16", "dim": 64, "softcap": 5.0},
     {"dim": 96, "window": (3000, 0)},
     {"dim": 192, "sinks": "f32"},
+    {"dim": 192, "v_dim": 128, "softcap": 5.0},
     {"dim": 256, "causal": False},
     {"dim": 64, "alibi": "SH", "page": 64},
     {"cache": "e4m3", "descale": "SH"},

@@ -40,11 +40,12 @@ __device__ void Convert(const WideProblem& w, const WideShared<S>& shared, int i
 #endif
 
 // Product: what the products of queries and keys take; it is Out but for e4m3.
-template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
-__global__ void __launch_bounds__(WideShape<kDims, kKeyKind, kScores>::kThreads, 1)
+template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind,
+          WideScores kScores>
+__global__ void __launch_bounds__(WideShape<kDims, kValueDims, kKeyKind, kScores>::kThreads, 1)
     WideKernel(const __grid_constant__ WideProblem w) {
 #if defined(FLASHXLA_HOPPER)
-  using S = WideShape<kDims, kKeyKind, kScores>;
+  using S = WideShape<kDims, kValueDims, kKeyKind, kScores>;
   extern __shared__ char memory[];
   const WideShared<S> shared(memory);
   if (threadIdx.x == 0) {
@@ -91,6 +92,10 @@ WideKeys KeysOf(const Problem& p) {
   return IsFp8(p.q_dtype) ? WideKeys::kAllWidened : WideKeys::kWidened;
 }
 
+int ValueDimsOf(const Problem& p) {
+  return WideValueDims(WideHeadSizes::Bucket(p.LargerHeadSize()), p.v.head_size, KeysOf(p));
+}
+
 // Keys that threads copy, since TMA takes longer.
 bool Gathers(const Problem& p) {
   const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
@@ -132,7 +137,7 @@ bool CanPack(const Problem& p, int q_tile_rows) {
 ManyShape WholeWork(const Problem& p, WideScores scores) {
   const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
   const WideKeys keys = KeysOf(p);
-  return {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(dims, keys), p.num_heads,
+  return {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(ValueDimsOf(p), keys), p.num_heads,
           NumMultiprocessors()};
 }
 
@@ -175,7 +180,7 @@ WideScores ScoresOf(const Problem& p) {
 int64_t PartialBytes(const Problem& p) {
   const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
   return int64_t{kMaxPartials} * WideConsumers(dims, KeysOf(p), ScoresOf(p)) *
-         WidePartialVectors(dims) * kWarpgroupThreads * int64_t{sizeof(float4)};
+         WidePartialVectors(ValueDimsOf(p)) * kWarpgroupThreads * int64_t{sizeof(float4)};
 }
 
 int64_t WorkspaceBytes(const Problem& p) {
@@ -186,9 +191,10 @@ int64_t WorkspaceBytes(const Problem& p) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-template <typename Product, typename Out, int kDims, WideKeys kKeyKind, WideScores kScores>
+template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind,
+          WideScores kScores>
 bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
-  using S = WideShape<kDims, kKeyKind, kScores>;
+  using S = WideShape<kDims, kValueDims, kKeyKind, kScores>;
   WideProblem w = {};
   w.p = p;
   w.box_keys = KeysOfBox(p, S::kKeys);
@@ -206,7 +212,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   w.partials = static_cast<float4*>(workspace);
   w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + PartialBytes(p));
   w.tag = NewCallTag();
-  auto* kernel = WideKernel<Product, Out, kDims, kKeyKind, kScores>;
+  auto* kernel = WideKernel<Product, Out, kDims, kValueDims, kKeyKind, kScores>;
   LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
   return true;
 }
@@ -215,8 +221,27 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
 bool LaunchConverted(const Problem& p, WideScores scores, void* workspace, cudaStream_t stream) {
   return scores == WideScores::kPlain
-             ? Launch<Product, Out, kDims, kKeyKind, WideScores::kPlain>(p, workspace, stream)
-             : Launch<Product, Out, kDims, kKeyKind, WideScores::kAny>(p, workspace, stream);
+             ? Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kPlain>(p, workspace,
+                                                                                stream)
+             : Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kAny>(p, workspace, stream);
+}
+
+template <typename Out, int kDims, int kValueDims>
+bool LaunchDirect(const Problem& p, WideScores scores, void* workspace, cudaStream_t stream) {
+  auto launch = [&](auto which) {
+    return Launch<Out, Out, kDims, kValueDims, WideKeys::kDirect, decltype(which)::value>(
+        p, workspace, stream);
+  };
+  using Scores = WideScores;
+  switch (scores) {
+    case Scores::kPlain:
+      return launch(std::integral_constant<Scores, Scores::kPlain>{});
+    case Scores::kMore:
+      return launch(std::integral_constant<Scores, Scores::kMore>{});
+    case Scores::kAny:
+      break;
+  }
+  return launch(std::integral_constant<Scores, Scores::kAny>{});
 }
 
 flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -227,12 +252,10 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
     using Out = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
     if constexpr (!decltype(is_fp8)::value) {
-      constexpr WideKeys kDirect = WideKeys::kDirect;
-      launched = scores == WideScores::kPlain
-                     ? Launch<Out, Out, kDims, kDirect, WideScores::kPlain>(p, workspace, stream)
-                 : scores == WideScores::kMore
-                     ? Launch<Out, Out, kDims, kDirect, WideScores::kMore>(p, workspace, stream)
-                     : Launch<Out, Out, kDims, kDirect, WideScores::kAny>(p, workspace, stream);
+      constexpr int kFewValueDims = WideValueDims(kDims, 1, WideKeys::kDirect);
+      launched = ValueDimsOf(p) == kDims
+                     ? LaunchDirect<Out, kDims, kDims>(p, scores, workspace, stream)
+                     : LaunchDirect<Out, kDims, kFewValueDims>(p, scores, workspace, stream);
     } else if (keys == WideKeys::kWidened) {
       launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries

@@ -42,7 +42,7 @@ __device__ void NegateVector(uint32_t at) {
 // The consumer warpgroups. Product: what the products of queries and keys take.
 template <typename Product, typename Out, int kDims, typename S>
 __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
-  constexpr int kKeys = S::kKeys;
+  constexpr int kKeys = S::kKeys, kValueDims = S::kValueDims;
   constexpr int kLift = S::kDirect ? 0 : kLiftLog2;
   // Of weights and values. float16 holds all fp8 numbers, and takes half as long to widen to.
   using Weight = std::conditional_t<S::kWidened, __half, Product>;
@@ -74,10 +74,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     const ScoreRule rule(p, tile);
     const TileRows<S> tile_rows{w};
     RowState rows(p, tile_rows, tile, group, row0);
-    float out[kDims / 2], score[kKeys / 2], factor[2];
+    float out[kValueDims / 2], score[kKeys / 2], factor[2];
     uint32_t weights[kKeySteps][4];
 #pragma unroll
-    for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
+    for (int i = 0; i < kValueDims / 2; ++i) out[i] = 0.f;
 
     uint32_t q_fragments[S::kQueriesInRegisters ? kDimSteps : 1][4];
     auto start_scores = [&](int stage) {
@@ -107,11 +107,12 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         const int step = k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
 #pragma unroll
         for (int part = 0; part < S::kOutParts; ++part) {
-          MatrixProduct<Weight, kDims / S::kOutParts>::template Start<!S::kFp8>(
-              reinterpret_cast<float (&)[kDims / 2 / S::kOutParts]>(
-                  out[part * kDims / 2 / S::kOutParts]),
+          MatrixProduct<Weight, kValueDims / S::kOutParts>::template Start<!S::kFp8>(
+              reinterpret_cast<float (&)[kValueDims / 2 / S::kOutParts]>(
+                  out[part * kValueDims / 2 / S::kOutParts]),
               weights[k],
-              After(all_values, part * S::kBlocks / S::kOutParts * kKeys * kWideRowBytes + step),
+              After(all_values,
+                    part * S::kValueBlocks / S::kOutParts * kKeys * kWideRowBytes + step),
               true);
         }
       }
@@ -126,7 +127,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       if (low == 0 && high == kKeys) return;
       const int missing = low + kKeys - high;
       constexpr int kVectors = kWideRowBytes / 16;
-      for (int i = thread; i < missing * kVectors * S::kBlocks; i += S::kConsumerThreads) {
+      for (int i = thread; i < missing * kVectors * S::kValueBlocks; i += S::kConsumerThreads) {
         int key = i / kVectors % missing;
         if (key >= low) key += high - low;
         const int block = i / kVectors / missing;
@@ -239,7 +240,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         values.Next();
         if (!kLazy || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
-          for (int i = 0; i < kDims / 2; ++i) out[i] *= factor[i / 2 % 2];
+          for (int i = 0; i < kValueDims / 2; ++i) out[i] *= factor[i / 2 % 2];
         }
         pack_weights();
       }
@@ -259,9 +260,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     const float scale = rule.template rest<S::kAlibi>();
     if constexpr (S::kDivides) {
       if (idle || tile.num_parts == 0) continue;
-      if (!AddParts<S, kDims>(w, tile, group, kGroupBarrier + group, scale, rows, out)) continue;
+      if (!AddParts<S, kValueDims>(w, tile, group, kGroupBarrier + group, scale, rows, out))
+        continue;
     }
-    StoreRows<Out, kDims, kLift>(p, tile_rows, tile, row0, rows, scale, out);
+    StoreRows<Out, kValueDims, kLift>(p, tile_rows, tile, row0, rows, scale, out);
   }
 }
 

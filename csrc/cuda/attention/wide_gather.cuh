@@ -13,10 +13,11 @@ namespace flashxla::attention {
 
 // Rows of kv tiles as a warp copies them, so many at a time. Each lane knows where one row lies,
 // and copies a vector of each. Rows of e4m3 stay as they are in memory.
-template <typename S>
+template <typename S, bool kValues = false>
 struct WideRows {
   static constexpr int kElements = S::kDirect ? 8 : 16;  // of a vector of 16 bytes
-  static constexpr int kVectors = (S::kDirect ? S::kBlocks : S::kRawBlocks) * kWideRowBytes / 16;
+  static constexpr int kBlocks = kValues ? S::kValueBlocks : S::kBlocks;
+  static constexpr int kVectors = (S::kDirect ? kBlocks : S::kRawBlocks) * kWideRowBytes / 16;
   static constexpr int kCount = S::kKeys / (S::kProducerThreads / 32);
   static constexpr int kAtOnce = 32 / kVectors;  // rows that the lanes copy together
   static_assert(kCount % (4 * kAtOnce) == 0);
@@ -98,6 +99,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
   };
   ForEachTile(w, shared, items, threadIdx.x < 32, [&](const ManyTile& tile) {
     const WideRows<S> rows{p, tile};
+    const WideRows<S, true> value_rows{p, tile};
     const int first_row = threadIdx.x / 32 * WideRows<S>::kCount;
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
@@ -108,7 +110,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
       rows.Copy(p.k, place, first_row, shared.keys(state.stage));
       follow(shared.keys_full(state.stage));
       WaitBarrier(shared.values_empty(state.stage), state.parity ^ 1);
-      rows.Copy(p.v, place, first_row, shared.values(state.stage));
+      value_rows.Copy(p.v, place, first_row, shared.values(state.stage));
       follow(shared.values_full(state.stage));
       // With two stages there is nothing to ask for before they are used.
       if constexpr (S::kStages == 2) drain();

@@ -113,7 +113,7 @@ __device__ void LoadKeys(const WideProblem& w, const WideShared<S>& shared) {
       }
       WaitBarrier(kValues ? shared.values_empty(state.stage) : shared.keys_empty(state.stage),
                   state.parity ^ 1);
-      boxes.template Load<S::kBlocks, S::kBlockColumns>(
+      boxes.template Load<kValues ? S::kValueBlocks : S::kBlocks, S::kBlockColumns>(
           kValues ? &w.v : &w.k, kValues ? shared.values(state.stage) : shared.keys(state.stage),
           kValues ? shared.values_full(state.stage) : shared.keys_full(state.stage), place);
       state.Next();

@@ -63,15 +63,22 @@ constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
 
 // What a thread has of a part's result, in vectors of 4: a share of two rows' outputs, then their
 // largest scores and sums.
-constexpr int WidePartialVectors(int dims) { return dims / 8 + 1; }
+constexpr int WidePartialVectors(int value_dims) { return value_dims / 8 + 1; }
 
-// Keys of a kv tile: as many as leave room for two stages.
-constexpr int WideKvTileKeys(int dims, WideKeys keys) {
-  return dims <= 128 ? 128 : IsWidened(keys) ? 64 : dims <= 192 ? 96 : 80;
+// Columns of values, where queries and keys have `dims`. Fewer have an instance in the one case
+// that is common: head sizes of 192 and 128.
+constexpr int WideValueDims(int dims, int v_head_size, WideKeys keys) {
+  return dims == 192 && v_head_size <= 128 && keys == WideKeys::kDirect ? 128 : dims;
 }
 
-template <int kDims, WideKeys kKeyKind, WideScores kScores>
+// Keys of a kv tile: as many as leave room for two stages.
+constexpr int WideKvTileKeys(int value_dims, WideKeys keys) {
+  return value_dims <= 128 ? 128 : IsWidened(keys) ? 64 : value_dims <= 192 ? 96 : 80;
+}
+
+template <int kDims, int kValueDimsOf, WideKeys kKeyKind, WideScores kScores>
 struct WideShape {
+  static constexpr int kValueDims = kValueDimsOf;
   static constexpr bool kDirect = kKeyKind == WideKeys::kDirect;
   static constexpr bool kWidened = IsWidened(kKeyKind);
   static constexpr bool kWidensQueries = kKeyKind == WideKeys::kAllWidened;
@@ -80,7 +87,7 @@ struct WideShape {
   static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
   static constexpr bool kAlibi = kScores == WideScores::kAny;
   static constexpr bool kGathers = kScores != WideScores::kPlain;
-  static constexpr int kKeys = WideKvTileKeys(kDims, kKeyKind);
+  static constexpr int kKeys = WideKvTileKeys(kValueDims, kKeyKind);
   static constexpr int kLeastBoxKeys = WideLeastBoxKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
   // hides what the other two wait for.
@@ -95,6 +102,7 @@ struct WideShape {
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
   static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
   static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
+  static constexpr int kValueBlocks = (kValueDims + kBlockColumns - 1) / kBlockColumns;
   static constexpr int kStages = kFp8 || kDims <= 64 ? 4 : kDims <= 128 ? 3 : 2;  // of keys
   // Of values: they are in use for shorter.
   static constexpr int kValueStages = kWidened && kDims <= 128 ? kStages - 1 : kStages;
@@ -105,7 +113,8 @@ struct WideShape {
   static constexpr int kQueryBytes = kQTileRows * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
-  static constexpr int kValueBytes = kFp8 ? kDims * kWideRowBytes : kKeyBytes;
+  static constexpr int kValueBytes =
+      kFp8 ? kDims * kWideRowBytes : kKeys * kValueBlocks * kWideRowBytes;
   // fp8 keys or values as they are in memory.
   static constexpr int kRawColumns = kWideRowBytes;
   static constexpr int kRawBlocks = (kDims + kRawColumns - 1) / kRawColumns;

@@ -12,12 +12,12 @@ namespace {
 
 constexpr int kThreads = 3 * kWarpgroupThreads;
 
-template <typename T, int kDims>
+template <typename T, int kDims, int kValueDims>
 __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant__ WideProblem w) {
 #if defined(FLASHXLA_HOPPER)
-  using S = WideShape<kDims>;
+  using S = WideShape<kDims, kValueDims>;
   extern __shared__ char memory[];
-  const WideShared<kDims> shared(memory);
+  const WideShared<S> shared(memory);
   if (threadIdx.x == 0) {
     attention::PrefetchMap(&w.q);
     attention::PrefetchMap(&w.k);
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kThreads, 1) WideKernel(const __grid_constant_
   } else {
     attention::RaiseRegisters<240>();
     if constexpr (kDims > 128) {
-      ConsumeByColumns<T, kDims>(w, shared);
+      ConsumeByColumns<T>(w, shared);
     } else {
-      ConsumeByKeys<T, kDims>(w, shared);
+      ConsumeByKeys<T>(w, shared);
     }
   }
 #endif
@@ -79,6 +79,14 @@ const char* WhyNotWide(const Problem& p) {
   return "";
 }
 
+template <typename T, int kDims, int kValueDims>
+void Launch(const WideProblem& w, cudaStream_t stream) {
+  constexpr int kBytes = WideShape<kDims, kValueDims>::kBytes;
+  auto* kernel = WideKernel<T, kDims, kValueDims>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  kernel<<<NumMultiprocessors(), kThreads, kBytes, stream>>>(w);
+}
+
 flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
   WideProblem w = {};
   w.p = p;
@@ -99,10 +107,10 @@ flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
   attention::WithInstance<attention::WideHeadSizes>(
       p.dtype, p.LargerHeadSize(), false, [&](auto t, auto dims, auto) {
         using T = typename decltype(t)::type;
-        constexpr int kDims = decltype(dims)::value, kBytes = WideShape<kDims>::kBytes;
-        auto* kernel = WideKernel<T, kDims>;
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-        kernel<<<NumMultiprocessors(), kThreads, kBytes, stream>>>(w);
+        constexpr int kDims = decltype(dims)::value;
+        WideValueDims(kDims, p.v_head_size) == kDims
+            ? Launch<T, kDims, kDims>(w, stream)
+            : Launch<T, kDims, WideValueDims(kDims, 1)>(w, stream);
       });
   LaunchWideSums(p, stream);
   return FLASHXLA_OK;

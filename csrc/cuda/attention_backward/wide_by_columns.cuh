@@ -4,6 +4,8 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_BY_COLUMNS_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_BACKWARD_WIDE_BY_COLUMNS_CUH_
 
+#include <type_traits>
+
 #include "cuda/attention_backward/wide_consumer.cuh"
 
 namespace flashxla::attention_backward {
@@ -59,13 +61,13 @@ struct WideColumns {
   }
 };
 
-template <typename T, int kDims>
-__device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+template <typename T, typename S>
+__device__ void ConsumeByColumns(const WideProblem& w, const WideShared<S>& shared) {
+  constexpr int kDims = S::kDims, kValueDims = S::kValueDims;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31, group = ConsumerGroup();
   constexpr int kQueries = kRowTile / 2;  // whose scores a warpgroup computes
-  using Columns = WideColumns<kDims>;     // of gradients
+  using Columns = WideColumns<kDims>;     // of gradients of queries and keys
   constexpr int kSumsEach = Columns::kCount / S::kSumParts;
   static_assert(S::kKeyTile == 64);
   const int warp_row = threadIdx.x % kWarpgroupThreads / 32 * 16, row = warp_row + lane / 4;
@@ -76,14 +78,15 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
     const int num_steps = StepsOfItem(shared);
     if (num_steps < 0) return;
     const KeyRows rows(p, LoadShared<WideItem>(shared.item()), 0, row);
-    Columns grad_k, grad_v;
+    Columns grad_k;
+    WideColumns<kValueDims> grad_v;
     grad_k.Zero(), grad_v.Zero();
 
     // c = keys or values times this warpgroup's rows of queries or grad_out.
-    auto start_scores = [&](float (&c)[kQueries / 2], uint32_t a, uint32_t b) {
+    auto start_scores = [&](auto dims, float (&c)[kQueries / 2], uint32_t a, uint32_t b) {
       attention::FenceMatrix();
 #pragma unroll
-      for (int k = 0; k < kDims / 16; ++k) {
+      for (int k = 0; k < decltype(dims)::value / 16; ++k) {
         const int block = k / 4, step = k % 4 * 32;
         MatrixProduct<T, kQueries>::template Start<false, false>(
             c, MatrixDescriptor(a + block * S::kKeyBlockBytes + step, 0),
@@ -93,7 +96,7 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       attention::CommitMatrix();
     };
     // Adds weights or gradients of scores times rows of grad_out or queries.
-    auto start_gradient = [&](Columns& c, uint32_t a, uint32_t b) {
+    auto start_gradient = [&](auto& c, uint32_t a, uint32_t b) {
       attention::FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kRowTile / 16; ++k) {
@@ -114,10 +117,11 @@ __device__ void ConsumeByColumns(const WideProblem& w, const WideShared<kDims>& 
       attention::WaitBarrier(shared.queries_full(turn.stage), turn.parity);
       const auto step = LoadShared<WideStep>(shared.step(turn.stage));
       ZeroOthers<kRowTile, S::kBlocks>(shared.queries(turn.stage), 0, step.num_rows);
-      start_scores(score, shared.keys(), shared.queries(turn.stage));
+      start_scores(std::integral_constant<int, kDims>(), score, shared.keys(),
+                   shared.queries(turn.stage));
       attention::WaitBarrier(shared.grad_out_full(grad_turn.stage), grad_turn.parity);
-      ZeroOthers<kRowTile, S::kBlocks>(grad_out, 0, step.num_rows);
-      start_scores(product, shared.values(), grad_out);
+      ZeroOthers<kRowTile, S::kValueBlocks>(grad_out, 0, step.num_rows);
+      start_scores(std::integral_constant<int, kValueDims>(), product, shared.values(), grad_out);
       attention::WaitMatrix<1>();
       Pin(score);
 

@@ -11,9 +11,10 @@ namespace flashxla::attention_backward {
 
 #if defined(FLASHXLA_HOPPER)
 
-template <typename T, int kDims>
-__device__ void ConsumeByKeys(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+template <typename T, typename S>
+__device__ void ConsumeByKeys(const WideProblem& w, const WideShared<S>& shared) {
+  constexpr int kDims = S::kDims;
+  static_assert(S::kValueDims == kDims);
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31, group = ConsumerGroup();
   constexpr int kHalfColumns = kDims / 2;  // of grad_q

@@ -53,9 +53,8 @@ __device__ void ZeroOthers(uint32_t tile, int low, int high) {
 }
 
 // The same of an item's keys.
-template <int kDims>
-__device__ void ZeroOtherKeys(const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+template <typename S>
+__device__ void ZeroOtherKeys(const WideShared<S>& shared) {
   const auto item = LoadShared<WideItem>(shared.item());
   ZeroOthers<S::kKeyTile, S::kBlocks>(shared.keys(), item.low_key - item.first_key,
                                       item.high_key - item.first_key);
@@ -214,8 +213,8 @@ __device__ void StoreFragments(uint32_t tile, int key, int chunk,
 
 // Hands a part of the sums of grad_q, kCount of each thread, to the thread that adds them. number:
 // of all parts. vector(i): four of them.
-template <int kCount, int kDims, typename Vector>
-__device__ void HandOverSums(const WideShared<kDims>& shared, uint32_t number, int group,
+template <int kCount, typename S, typename Vector>
+__device__ void HandOverSums(const WideShared<S>& shared, uint32_t number, int group,
                              Vector&& vector) {
   attention::WaitBarrier(shared.sums_empty(), number % 2 ^ 1);
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -233,8 +232,8 @@ __device__ void HandOverSums(const WideShared<kDims>& shared, uint32_t number, i
 __device__ inline int ConsumerGroup() {
   return __shfl_sync(attention::kAllLanes, threadIdx.x / kWarpgroupThreads, 0) - 1;
 }
-template <int kDims>
-__device__ int StepsOfItem(const WideShared<kDims>& shared) {
+template <typename S>
+__device__ int StepsOfItem(const WideShared<S>& shared) {
   return __shfl_sync(attention::kAllLanes, LoadShared<int2>(shared.item()).y, 0);
 }
 

@@ -52,15 +52,25 @@ struct alignas(16) WideStep {
 // Keys of a key tile.
 constexpr int WideKeyTile(int dims) { return dims > 128 ? 64 : 128; }
 
-template <int kDims>
+// Columns of values, where queries and keys have `dims`. Fewer have an instance in the one case
+// that is common: head sizes of 192 and 128.
+constexpr int WideValueDims(int dims, int v_head_size) {
+  return dims == 192 && v_head_size <= 128 ? 128 : dims;
+}
+
+template <int kDimsOf, int kValueDimsOf>
 struct WideShape {
+  static constexpr int kDims = kDimsOf, kValueDims = kValueDimsOf;
   static constexpr int kKeyTile = WideKeyTile(kDims);
   static constexpr int kStages = 2;  // of queries, and of weights and the scores' gradients
   static constexpr int kGradOutStages = kDims > 192 ? 1 : 2;
   static constexpr int kBlocks = kDims / kBlockColumns;
+  static constexpr int kValueBlocks = kValueDims / kBlockColumns;
   static constexpr int kKeyBlockBytes = kKeyTile * kRowBytes;
-  static constexpr int kKeyBytes = kBlocks * kKeyBlockBytes;      // of keys; the same of values
-  static constexpr int kRowTileBytes = kBlocks * kRowBlockBytes;  // of queries; of grad_out
+  static constexpr int kKeyBytes = kBlocks * kKeyBlockBytes;
+  static constexpr int kValueBytes = kValueBlocks * kKeyBlockBytes;
+  static constexpr int kQueryBytes = kBlocks * kRowBlockBytes;
+  static constexpr int kGradOutBytes = kValueBlocks * kRowBlockBytes;
   // Gradients of a tile's scores; with heads above 128 the weights, too.
   static constexpr int kScoreBytes = (kDims > 128 ? 2 : 1) * kKeyBlockBytes;
   // Sums of grad_q of a row tile of a head, float32, and the part of them that is added at once.
@@ -74,9 +84,9 @@ struct WideShape {
        1023) /
       1024 * 1024;
   // Aligning the tiles may take up to 1 KB.
-  static constexpr int kBytes = 1024 + kSmallBytes + 2 * kKeyBytes +
-                                kStages * (kRowTileBytes + kScoreBytes) +
-                                kGradOutStages * kRowTileBytes + kSumBytes;
+  static constexpr int kBytes = 1024 + kSmallBytes + kKeyBytes + kValueBytes +
+                                kStages * (kQueryBytes + kScoreBytes) +
+                                kGradOutStages * kGradOutBytes + kSumBytes;
   static_assert(kBytes <= 227 * 1024);
 };
 
@@ -99,9 +109,8 @@ struct Turn {
 };
 
 // Addresses in shared memory.
-template <int kDims>
+template <typename S>
 struct WideShared {
-  using S = WideShape<kDims>;
   uint32_t base;
 
   __device__ explicit WideShared(const char* shared)
@@ -115,9 +124,11 @@ struct WideShared {
   __device__ uint32_t keys() const { return base + S::kSmallBytes; }
   __device__ uint32_t values() const { return keys() + S::kKeyBytes; }
   __device__ uint32_t queries(int stage) const {
-    return values() + S::kKeyBytes + stage * S::kRowTileBytes;
+    return values() + S::kValueBytes + stage * S::kQueryBytes;
   }
-  __device__ uint32_t grad_out(int stage) const { return queries(S::kStages + stage); }
+  __device__ uint32_t grad_out(int stage) const {
+    return queries(S::kStages) + stage * S::kGradOutBytes;
+  }
   // Gradients of scores, by key; behind them weights, if they have room.
   __device__ uint32_t scores(int stage) const {
     return grad_out(S::kGradOutStages) + stage * S::kScoreBytes;
@@ -155,11 +166,11 @@ __device__ inline void LoadBytes(uint32_t to, const void* from, int bytes, uint3
 }
 
 // Loads rows [first, first + kRows) of a head, and zeros for columns past the head size.
-template <int kDims, int kRows>
+template <int kBlocks, int kRows>
 __device__ void LoadRows(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head,
                          int first) {
 #pragma unroll
-  for (int c = 0; c < kDims / kBlockColumns; ++c) {
+  for (int c = 0; c < kBlocks; ++c) {
     attention::LoadBox3(to + c * kRows * kRowBytes, map, barrier, c * kBlockColumns, head, first);
   }
 }
@@ -202,9 +213,8 @@ __device__ void ForEachStep(const Problem& p, const WideItem& item, uint32_t& st
   }
 }
 
-template <int kDims>
-__device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+template <typename S>
+__device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<S>& shared) {
   const Problem& p = w.p;
   uint32_t steps = 0;
 #pragma unroll 1
@@ -218,10 +228,11 @@ __device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>
       return;
     }
     StoreShared(shared.item(), item);
-    attention::ArriveExpecting(shared.keys_full(), 2 * S::kKeyBytes);
+    attention::ArriveExpecting(shared.keys_full(), S::kKeyBytes + S::kValueBytes);
     const int row = item.key_row + item.first_key;
-    LoadRows<kDims, S::kKeyTile>(shared.keys(), &w.k, shared.keys_full(), item.kv_head, row);
-    LoadRows<kDims, S::kKeyTile>(shared.values(), &w.v, shared.keys_full(), item.kv_head, row);
+    LoadRows<S::kBlocks, S::kKeyTile>(shared.keys(), &w.k, shared.keys_full(), item.kv_head, row);
+    LoadRows<S::kValueBlocks, S::kKeyTile>(shared.values(), &w.v, shared.keys_full(), item.kv_head,
+                                           row);
 
     ForEachStep(p, item, steps, [&](uint32_t number, int head, int tile) {
       const Turn<S::kStages> turn(number);
@@ -231,9 +242,9 @@ __device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>
       const float slope2 = p.alibi_slopes.at(item.sequence, head, 0.f) * kLog2e;
       StoreShared(shared.step(turn.stage),
                   WideStep{tile * kRowTile, item.num_queries - tile * kRowTile, slope2});
-      attention::ArriveExpecting(full, S::kRowTileBytes + kScalarBytes);
-      LoadRows<kDims, kRowTile>(shared.queries(turn.stage), &w.q, full, head,
-                                item.first_row + tile * kRowTile);
+      attention::ArriveExpecting(full, S::kQueryBytes + kScalarBytes);
+      LoadRows<S::kBlocks, kRowTile>(shared.queries(turn.stage), &w.q, full, head,
+                                     item.first_row + tile * kRowTile);
       LoadBytes(shared.lse2(turn.stage),
                 p.lse2 + head * p.plan.num_rows() + int64_t{row_tile} * kRowTile, kScalarBytes,
                 full);
@@ -242,8 +253,8 @@ __device__ void LoadKeysAndQueries(const WideProblem& w, const WideShared<kDims>
 }
 
 // Calls body(item) for each item, while its keys are in shared memory.
-template <int kDims, typename Body>
-__device__ void ForEachItem(const WideShared<kDims>& shared, Body&& body) {
+template <typename S, typename Body>
+__device__ void ForEachItem(const WideShared<S>& shared, Body&& body) {
 #pragma unroll 1
   for (uint32_t items = 0;; ++items) {
     attention::WaitBarrier(shared.keys_full(), items % 2);
@@ -254,9 +265,8 @@ __device__ void ForEachItem(const WideShared<kDims>& shared, Body&& body) {
   }
 }
 
-template <int kDims>
-__device__ void LoadGradOut(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+template <typename S>
+__device__ void LoadGradOut(const WideProblem& w, const WideShared<S>& shared) {
   const Problem& p = w.p;
   uint32_t steps = 0;
   ForEachItem(shared, [&](const WideItem& item) {
@@ -265,9 +275,9 @@ __device__ void LoadGradOut(const WideProblem& w, const WideShared<kDims>& share
       const uint32_t full = shared.grad_out_full(turn.stage);
       const int row_tile = item.row_tiles + tile;
       attention::WaitBarrier(shared.grad_out_empty(turn.stage), turn.parity ^ 1);
-      attention::ArriveExpecting(full, S::kRowTileBytes + kScalarBytes);
-      LoadRows<kDims, kRowTile>(shared.grad_out(turn.stage), &w.grad_out, full, head,
-                                item.first_row + tile * kRowTile);
+      attention::ArriveExpecting(full, S::kGradOutBytes + kScalarBytes);
+      LoadRows<S::kValueBlocks, kRowTile>(shared.grad_out(turn.stage), &w.grad_out, full, head,
+                                          item.first_row + tile * kRowTile);
       LoadBytes(shared.delta(turn.stage),
                 p.delta + head * p.plan.num_rows() + int64_t{row_tile} * kRowTile, kScalarBytes,
                 full);
@@ -328,9 +338,8 @@ __device__ inline void WaitTurn(const int* turns, int turn, PassedTurn& last) {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-template <int kDims>
-__device__ void AddSums(const WideProblem& w, const WideShared<kDims>& shared) {
-  using S = WideShape<kDims>;
+template <typename S>
+__device__ void AddSums(const WideProblem& w, const WideShared<S>& shared) {
   const Problem& p = w.p;
   uint32_t steps = 0;
   PassedTurn last;
