@@ -44,6 +44,12 @@ using CombinedHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize, 512>;
 // Of the engines for prompts and training on Hopper, whose time goes with the head size.
 using WideHeadSizes = HeadSizes<64, 128, 192, kMaxUsualHeadSize>;
 
+// Columns of values in such an instance, where queries and keys have `dims`. Fewer have one in the
+// one case that is common: head sizes of 192 and 128.
+constexpr int WideValueDims(int dims, int v_head_size) {
+  return dims == 192 && v_head_size <= 128 ? 128 : dims;
+}
+
 // Calls body(Type<T>, integral_constant<int, kDims>, bool_constant<kFp8>). T is the dtype of 16-bit
 // outputs, kDims the head size's bucket.
 template <typename Sizes = UsualHeadSizes, typename Body>

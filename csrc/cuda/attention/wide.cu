@@ -93,7 +93,8 @@ WideKeys KeysOf(const Problem& p) {
 }
 
 int ValueDimsOf(const Problem& p) {
-  return WideValueDims(WideHeadSizes::Bucket(p.LargerHeadSize()), p.v.head_size, KeysOf(p));
+  const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
+  return KeysOf(p) == WideKeys::kDirect ? WideValueDims(dims, p.v.head_size) : dims;
 }
 
 // Keys that threads copy, since TMA takes longer.
@@ -252,7 +253,7 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
     using Out = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
     if constexpr (!decltype(is_fp8)::value) {
-      constexpr int kFewValueDims = WideValueDims(kDims, 1, WideKeys::kDirect);
+      constexpr int kFewValueDims = WideValueDims(kDims, 1);
       launched = ValueDimsOf(p) == kDims
                      ? LaunchDirect<Out, kDims, kDims>(p, scores, workspace, stream)
                      : LaunchDirect<Out, kDims, kFewValueDims>(p, scores, workspace, stream);

@@ -65,12 +65,6 @@ constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
 // largest scores and sums.
 constexpr int WidePartialVectors(int value_dims) { return value_dims / 8 + 1; }
 
-// Columns of values, where queries and keys have `dims`. Fewer have an instance in the one case
-// that is common: head sizes of 192 and 128.
-constexpr int WideValueDims(int dims, int v_head_size, WideKeys keys) {
-  return dims == 192 && v_head_size <= 128 && keys == WideKeys::kDirect ? 128 : dims;
-}
-
 // Keys of a kv tile: as many as leave room for two stages.
 constexpr int WideKvTileKeys(int value_dims, WideKeys keys) {
   return value_dims <= 128 ? 128 : IsWidened(keys) ? 64 : value_dims <= 192 ? 96 : 80;

@@ -108,9 +108,9 @@ flashxla_status LaunchWide(const Problem& p, cudaStream_t stream) {
       p.dtype, p.LargerHeadSize(), false, [&](auto t, auto dims, auto) {
         using T = typename decltype(t)::type;
         constexpr int kDims = decltype(dims)::value;
-        WideValueDims(kDims, p.v_head_size) == kDims
+        attention::WideValueDims(kDims, p.v_head_size) == kDims
             ? Launch<T, kDims, kDims>(w, stream)
-            : Launch<T, kDims, WideValueDims(kDims, 1)>(w, stream);
+            : Launch<T, kDims, attention::WideValueDims(kDims, 1)>(w, stream);
       });
   LaunchWideSums(p, stream);
   return FLASHXLA_OK;

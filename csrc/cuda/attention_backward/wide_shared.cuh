@@ -52,12 +52,6 @@ struct alignas(16) WideStep {
 // Keys of a key tile.
 constexpr int WideKeyTile(int dims) { return dims > 128 ? 64 : 128; }
 
-// Columns of values, where queries and keys have `dims`. Fewer have an instance in the one case
-// that is common: head sizes of 192 and 128.
-constexpr int WideValueDims(int dims, int v_head_size) {
-  return dims == 192 && v_head_size <= 128 ? 128 : dims;
-}
-
 template <int kDimsOf, int kValueDimsOf>
 struct WideShape {
   static constexpr int kDims = kDimsOf, kValueDims = kValueDimsOf;
