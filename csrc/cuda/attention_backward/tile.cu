@@ -8,11 +8,7 @@ namespace {
 
 const char* WhyNotTile(const Problem& p) {
   if (p.dtype == FLASHXLA_F32) return "float32 has an engine of its own";
-  if (p.LargerHeadSize() > attention::kMaxUsualHeadSize) {
-    return "head sizes above 256 need CUDA cores";
-  }
-  if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
-  return "";
+  return WhyNoTiles(p);
 }
 
 flashxla_status LaunchTile(const Problem& p, cudaStream_t stream) {

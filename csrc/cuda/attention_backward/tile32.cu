@@ -8,10 +8,7 @@ namespace {
 
 const char* WhyNotTile32(const Problem& p) {
   if (p.dtype != FLASHXLA_F32) return "only for float32";
-  if (p.LargerHeadSize() > attention::kMaxUsualHeadSize) {
-    return "head sizes above 256 need CUDA cores";
-  }
-  if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
+  if (const char* why = WhyNoTiles(p); why[0] != '\0') return why;
   int bytes = 0;
   attention::UsualHeadSizes::With(p.LargerHeadSize(), [&](auto dims) {
     bytes = KeyTile<float, decltype(dims)::value>::kBytes;

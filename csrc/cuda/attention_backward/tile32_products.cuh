@@ -18,23 +18,9 @@ struct TileProducts<float, kDims> {
   static constexpr int kBlocksEach = kDims == 256 ? 1 : 2;
   static constexpr bool kOwnInRegisters = false;
 
-  // Starts to copy rows first, first + 1, ... of a head to shared memory. Rows from `count` on, and
-  // dims past head_size, become zeros.
-  template <int kRows>
-  __device__ static void StartRows(const Rows& rows, int64_t first, int count, int head,
-                                   int head_size, uint32_t to) {
-    constexpr int kChunks = kDims / 4, kAtOnce = kTileThreads / kChunks;
-    const int chunk = threadIdx.x % kChunks;
-    const bool inside = chunk * 4 < head_size;
-    const char* from =
-        rows.data + (first * rows.stride_token + head * rows.stride_head + chunk * 4) * 4;
-#pragma unroll
-    for (int i = 0; i < kRows / kAtOnce; ++i) {
-      const int row = threadIdx.x / kChunks + i * kAtOnce;
-      const bool valid = inside && row < count;
-      attention::CopyAsync16(to + row * kRowBytes + (chunk ^ Turn(row)) * 16,
-                             valid ? from + row * rows.stride_token * 4 : rows.data, valid);
-    }
+  // Where chunk `chunk` of a row is, 16 bytes of a matrix.
+  __device__ static uint32_t Place(uint32_t matrix, int row, int chunk) {
+    return matrix + row * kRowBytes + (chunk ^ Turn(row)) * 16;
   }
 
   // The rows of a warp, as the left factor of AddDots.
@@ -96,9 +82,9 @@ struct TileProducts<float, kDims> {
   }
 
   // sums += x times a matrix with kColumns rows; masked: weights of 0 are skipped, since 0 times
-  // infinity is not 0. In x, a lane has two neighbours of each 8 columns,
-  // so it takes two neighbouring rows. Of each 32 dims it has 8: sums[4 * m + j] has dims
-  // 32 * m + 8 * t + j and those 4 further.
+  // infinity is not 0. In x, a lane has two neighbours of each 8 columns, so it takes two
+  // neighbouring rows. Of each 32 dims it has 8: sums[4 * m + j] has dims 32 * m + 8 * t + j and
+  // those 4 further.
   template <int kColumns>
   __device__ static void AddProduct(Columns<kDims>& sums, const Columns<kColumns>& x,
                                     uint32_t other, int head_size, bool masked) {

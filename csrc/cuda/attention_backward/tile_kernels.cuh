@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "cuda/attention/dispatch.cuh"
 #include "cuda/attention_backward/engines.h"
 #include "cuda/attention_backward/tile_products.cuh"
 #include "cuda/attention_backward/tile_queries.cuh"
@@ -31,6 +32,27 @@ struct TileShared {
   static constexpr int kBytes = kTileStages * kStageBytes + (kInRegisters ? 0 : 2 * kOwnHalfBytes);
   static_assert(kOwnAt + 2 * kOwnHalfBytes <= kBytes);
 };
+
+// Starts to copy rows first, first + 1, ... of a head to shared memory. Rows from `count` on, and
+// dims past head_size, become zeros.
+template <typename T, int kDims, int kRows>
+__device__ void StartRows(const Rows& rows, int64_t first, int count, int head, int head_size,
+                          uint32_t to) {
+  constexpr int kBytes = sizeof(T), kElements = 16 / kBytes, kChunks = kDims / kElements;
+  constexpr int kAtOnce = kTileThreads / kChunks;
+  const int chunk = threadIdx.x % kChunks;
+  const bool inside = chunk * kElements < head_size;
+  const char* from =
+      rows.data +
+      (first * rows.stride_token + head * rows.stride_head + chunk * kElements) * kBytes;
+#pragma unroll
+  for (int i = 0; i < kRows / kAtOnce; ++i) {
+    const int row = threadIdx.x / kChunks + i * kAtOnce;
+    const bool valid = inside && row < count;
+    attention::CopyAsync16(TileProducts<T, kDims>::Place(to, row, chunk),
+                           valid ? from + row * rows.stride_token * kBytes : rows.data, valid);
+  }
+}
 
 // Whether another engine serves the call.
 __device__ inline bool IsServed(const Problem& p) { return p.only_shared && !p.plan.shares_keys(); }
@@ -79,9 +101,9 @@ __global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksE
     const KeyRange seen = p.Visible(s, first, first + count - 1);
 
     const uint32_t own = stages + S::kOwnAt;
-    M::template StartRows<kOwnRows>(p.q, token, count, head, p.head_size, own);
-    M::template StartRows<kOwnRows>(p.grad_out, token, count, head, p.v_head_size,
-                                    own + S::kOwnHalfBytes);
+    StartRows<T, kDims, kOwnRows>(p.q, token, count, head, p.head_size, own);
+    StartRows<T, kDims, kOwnRows>(p.grad_out, token, count, head, p.v_head_size,
+                                  own + S::kOwnHalfBytes);
     CommitCopies();
 
     // What this warp's queries see: some of them, and all.
@@ -115,9 +137,9 @@ __global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksE
       if (key < seen.end) {
         const uint32_t to = stages + stage * S::kStageBytes;
         const int64_t row = int64_t{s.key_row} + key;
-        M::template StartRows<kKeys>(p.k, row, seen.end - key, kv_head, p.head_size, to);
-        M::template StartRows<kKeys>(p.v, row, seen.end - key, kv_head, p.v_head_size,
-                                     to + S::kHalfBytes);
+        StartRows<T, kDims, kKeys>(p.k, row, seen.end - key, kv_head, p.head_size, to);
+        StartRows<T, kDims, kKeys>(p.v, row, seen.end - key, kv_head, p.v_head_size,
+                                   to + S::kHalfBytes);
       }
       CommitCopies();
     };
@@ -180,10 +202,10 @@ __global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksE
     const int count = min(kOwnRows, p.num_keys - first_row);
 
     const uint32_t own = stages + S::kOwnAt;
-    M::template StartRows<kOwnRows>(p.k, first_row, count, kv_head, p.head_size, own);
+    StartRows<T, kDims, kOwnRows>(p.k, first_row, count, kv_head, p.head_size, own);
     if constexpr (kGradK) {
-      M::template StartRows<kOwnRows>(p.v, first_row, count, kv_head, p.v_head_size,
-                                      own + S::kOwnHalfBytes);
+      StartRows<T, kDims, kOwnRows>(p.v, first_row, count, kv_head, p.v_head_size,
+                                    own + S::kOwnHalfBytes);
     }
     CommitCopies();
     WaitCopies<0>();
@@ -198,10 +220,10 @@ __global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksE
       cursor.Describe(p, exists, infos[stage]);
       if (exists) {
         const uint32_t to = stages + stage * S::kStageBytes;
-        M::template StartRows<kQueries>(p.q, cursor.token(), cursor.count(), cursor.head(),
-                                        p.head_size, to);
-        M::template StartRows<kQueries>(p.grad_out, cursor.token(), cursor.count(), cursor.head(),
-                                        p.v_head_size, to + S::kHalfBytes);
+        StartRows<T, kDims, kQueries>(p.q, cursor.token(), cursor.count(), cursor.head(),
+                                      p.head_size, to);
+        StartRows<T, kDims, kQueries>(p.grad_out, cursor.token(), cursor.count(), cursor.head(),
+                                      p.v_head_size, to + S::kHalfBytes);
       }
       CommitCopies();
     };
@@ -242,6 +264,15 @@ __global__ void __launch_bounds__(kTileThreads, TileProducts<T, kDims>::kBlocksE
     }
     __syncthreads();
   }
+}
+
+// Why the kernels cannot serve a call, whatever its dtype; "" if they can.
+inline const char* WhyNoTiles(const Problem& p) {
+  if (p.LargerHeadSize() > attention::kMaxUsualHeadSize) {
+    return "head sizes above 256 need CUDA cores";
+  }
+  if (!p.vectors) return "strides or addresses are not multiples of 16 bytes";
+  return "";
 }
 
 // Thread blocks for a number of items. Where it is likely that there is nothing to do, few, each of

@@ -20,24 +20,10 @@ struct TileProducts {
   // Whether its own rows of Q and grad_out stay in registers.
   static constexpr bool kOwnInRegisters = kDims <= 128;
 
-  // Starts to copy rows first, first + 1, ... of a head to shared memory. Rows from `count` on, and
-  // dims past head_size, become zeros.
-  template <int kRows>
-  __device__ static void StartRows(const Rows& rows, int64_t first, int count, int head,
-                                   int head_size, uint32_t to) {
-    constexpr int kChunks = kDims / 8;
-    const int chunk = threadIdx.x % kChunks;
-    const bool inside = chunk * 8 < head_size;
-    const char* from =
-        rows.data + (first * rows.stride_token + head * rows.stride_head + chunk * 8) * 2;
-#pragma unroll
-    for (int i = 0; i < kRows * kChunks / kTileThreads; ++i) {
-      const int row = threadIdx.x / kChunks + i * (kTileThreads / kChunks);
-      const bool valid = inside && row < count;
-      attention::CopyAsync16(to + row / kSliceRows * kSliceBytes +
-                                 attention::ChunkOffset<kChunks>(row % kSliceRows, chunk),
-                             valid ? from + row * rows.stride_token * 2 : rows.data, valid);
-    }
+  // Where chunk `chunk` of a row is, 16 bytes of a matrix.
+  __device__ static uint32_t Place(uint32_t matrix, int row, int chunk) {
+    return matrix + row / kSliceRows * kSliceBytes +
+           attention::ChunkOffset<kDims / 8>(row % kSliceRows, chunk);
   }
 
   // The rows of a warp, as the left factor of AddDots.

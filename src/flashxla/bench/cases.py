@@ -148,7 +148,7 @@ DECODE = {
 
 def decode_work(case: AttentionCase, dtype: Any) -> float:
     """Bytes of the keys and values, each read once."""
-    return 1.0 * sum(keys for _, keys in case.lens) * case.heads[1] * sum(case.dims) * dtype.itemsize
+    return float(sum(keys for _, keys in case.lens) * case.heads[1] * sum(case.dims) * dtype.itemsize)
 
 
 KV_WRITE = {
