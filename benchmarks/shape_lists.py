@@ -135,6 +135,10 @@ DECODE_MORE = (
             "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
         },
     ),
+    *changed(
+        Shape("64 x 16k", newest(*[16384] * 64)),
+        {name: HEADS[name] for name in ("32 heads on 1", "8 heads on 1")},
+    ),
     *changed(_WIDE, {"fp8 cache, batch_invariant": {**FP8_CACHE, "batch_invariant": True}}),
     *changed(Shape("1 x 16k", newest(16384)), {**APART, "batch_invariant": {"batch_invariant": True}}),
     dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),

@@ -41,6 +41,13 @@ __device__ inline void StoreShared16(uint32_t address, const uint32_t* words) {
                : "memory");
 }
 
+// The same in global memory: ptxas splits other stores of vectors where they have a condition.
+__device__ inline void StoreGlobal16(void* address, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // What lies in shared memory as 4, 8 or a multiple of 16 bytes, aligned to as many, at most 16.
 template <typename T>
 __device__ inline T LoadShared(uint32_t address) {

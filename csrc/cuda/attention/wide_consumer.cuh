@@ -71,9 +71,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   WideTiles<S> tiles(shared);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     const Sequence& s = tile.s;
-    const ScoreRule rule(p, tile);
     const TileRows<S> tile_rows{w};
-    RowState rows(p, tile_rows, tile, group, row0);
+    WaitBarrier(shared.queries_full(queries.stage), queries.parity);
+    const TileRule rule = tiles.ReadRule();
+    RowState rows(tile_rows, tile, rule, group, row0);
     float out[kValueDims / 2], score[kKeys / 2], factor[2];
     uint32_t weights[kKeySteps][4];
 #pragma unroll
@@ -155,27 +156,12 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 
     const int first = tile.begin / kKeys;
     int n = (tile.end + kKeys - 1) / kKeys - 1;
-    WaitBarrier(shared.queries_full(queries.stage), queries.parity);
     if constexpr (S::kWidensQueries) {
       const uint32_t mine = shared.queries(queries.stage) + group * 64 * kWideRowBytes;
       p.q_dtype == FLASHXLA_F8E5M2 ? WidenQueries<Out, true, S>(mine, kGroupBarrier + group)
                                    : WidenQueries<Out, false, S>(mine, kGroupBarrier + group);
     }
-    if constexpr (S::kQueriesInRegisters) {
-      const int row = row0 - lane / 4 + lane % 16;
-#pragma unroll
-      for (int k = 0; k < kDimSteps; ++k) {
-        const int chunk = k % 4 * 2 + lane / 16;
-        LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
-                                         k / 4 * S::kQTileRows * kWideRowBytes +
-                                         row * kWideRowBytes + (chunk ^ row % 8) * 16);
-        if (rule.negative) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) q_fragments[k][i] ^= kSigns;
-        }
-      }
-      Release(shared.queries_empty(queries.stage));
-    } else if (rule.negative) {
+    if (rule.negative) {
       for (int i = threadIdx.x % kWarpgroupThreads; i < 64 * S::kBlocks * kWideRowBytes / 16;
            i += kWarpgroupThreads) {
         constexpr int kVectors = 64 * kWideRowBytes / 16;  // of a warpgroup, in a block of columns
@@ -186,6 +172,17 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       FenceProxy();
       SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
     }
+    if constexpr (S::kQueriesInRegisters) {
+      const int row = row0 - lane / 4 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < kDimSteps; ++k) {
+        const int chunk = k % 4 * 2 + lane / 16;
+        LoadMatrices(q_fragments[k], shared.queries(queries.stage) +
+                                         k / 4 * S::kQTileRows * kWideRowBytes +
+                                         row * kWideRowBytes + (chunk ^ row % 8) * 16);
+      }
+      Release(shared.queries_empty(queries.stage));
+    }
     const int group_query = tile.first_query + tile_rows.Query(group * 64);
     // A warpgroup without rows. Where q tiles are short and many, that is not worth the question.
     const bool idle = (S::kConsumers > 2 || S::kDivides) && group_query >= s.num_queries;
@@ -194,8 +191,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       // passes its turn on. Those that take turns do so only where they have no rows at all.
       int end = idle ? 0 : tile.end;
       if (!kTurns && !idle) {
-        const int last = tile.first_query + tile_rows.Query(group * 64 + 63);
-        end = p.Visible(s, min(last, s.num_queries - 1)).end;
+        end = rule.Visible(tile_rows.Query(group * 64 + 63)).end;
       }
       for (; n >= first && n * kKeys >= end; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
@@ -257,13 +253,13 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     queries.Next();
 
     tile = tiles.Read();
-    const float scale = rule.template rest<S::kAlibi>();
     if constexpr (S::kDivides) {
       if (idle || tile.num_parts == 0) continue;
+      const float scale = rule.template rest<S::kAlibi>();
       if (!AddParts<S, kValueDims>(w, tile, group, kGroupBarrier + group, scale, rows, out))
         continue;
     }
-    StoreRows<Out, kValueDims, kLift>(p, tile_rows, tile, row0, rows, scale, out);
+    StoreRows<Out, kValueDims, kLift>(p, tile_rows, tile, tiles.ReadRule(), row0, rows, out);
   }
 }
 

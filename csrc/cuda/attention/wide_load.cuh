@@ -8,10 +8,11 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// A warp loads the queries of a q tile.
+// A warp loads the queries of a q tile, and finds its rule.
 template <typename S>
 __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
-                              const ManyTile& tile, PipelineState<S::kQueryStages>& state) {
+                              const ManyTile& tile, TileRule* rule,
+                              PipelineState<S::kQueryStages>& state) {
   const uint32_t full = shared.queries_full(state.stage);
   WaitBarrier(shared.queries_empty(state.stage), state.parity ^ 1);
   constexpr int kLoaded = S::kWidensQueries ? S::kRawBlocks : S::kBlocks;
@@ -22,6 +23,8 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
       LoadBox3(shared.queries(state.stage) + c * S::kQTileRows * kWideRowBytes, &w.q, full,
                c * S::kLoadedQueryColumns, tile.head, tile.s.first_query + tile.first_query);
     }
+    *rule = TileRule::Of(w.p, tile);
+    Arrive(full);
   }
   __syncwarp();
   state.Next();
@@ -38,7 +41,7 @@ __device__ void ForEachTile(const WideProblem& w, const WideShared<S>& shared, i
   if (leads) schedule.HandOut(w);
   for (ManyTile tile; tiles.Next(&tile); tiles.Done()) {
     if (leads) {
-      LoadQueryTile(w, shared, tile, queries);
+      LoadQueryTile(w, shared, tile, tiles.rule(), queries);
       schedule.HandOut(w);
     }
     body(tile);

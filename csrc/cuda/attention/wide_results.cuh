@@ -27,11 +27,12 @@ __device__ inline void TransposeQuad(uint32_t (&x)[4]) {
 
 // Normalizes and writes rows row0 and row0 + 8 of a q tile.
 template <typename T, int kDims, int kLift, typename S>
-__device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTile& tile, int row0,
-                          const RowState& rows, float scale, const float (&out)[kDims / 2]) {
+__device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTile& tile,
+                          const TileRule& rule, int row0, const RowState& rows,
+                          const float (&out)[kDims / 2]) {
   const int lane = threadIdx.x & 31;
   constexpr float kLower = 1.f / (1 << kLift);
-  const float value_scale = p.ValueScale(tile.index, tile.kv_head) * kLower;
+  const float scale = rule.rest<S::kAlibi>(), value_scale = rule.value_scale * kLower;
   bool exists[2];
   float whole[2];
   T* to[2];
@@ -65,7 +66,7 @@ __device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTil
       }
       TransposeQuad(x);
       if (exists[r] && d < p.v.head_size) {
-        *reinterpret_cast<uint4*>(to[r] + d) = make_uint4(x[0], x[1], x[2], x[3]);
+        StoreGlobal16(to[r] + d, x);
       }
     }
   }
@@ -101,7 +102,7 @@ struct WideParts {
   }
 
   // Adds the results of `count` other parts, first, first + step, ..., to that of this one. scale:
-  // see ScoreRule.
+  // see TileRule::rest.
   __device__ void Add(int first_part, int step, int count, int barrier, float scale, RowState& rows,
                       float (&out)[kDims / 2]) const {
     if (thread() < count) AwaitFlag(Flag(first_part + thread() * step), w.tag);

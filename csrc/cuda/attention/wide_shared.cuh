@@ -6,6 +6,7 @@
 #include "cuda/attention/many_parts.cuh"
 #include "cuda/attention/plan_sequences.cuh"
 #include "cuda/attention/problem.cuh"
+#include "cuda/attention/wide_rule.cuh"
 #include "cuda/fast_divide.h"
 
 namespace flashxla::attention {
@@ -120,7 +121,7 @@ struct WideShape {
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kTileStages = 4;  // q tiles that warps may be apart
   static constexpr int kTileBytes =
-      kTileStages * int{sizeof(ManyTile)} + kMaxOwnRounds * int{sizeof(OwnTile)};
+      kTileStages * int{sizeof(ManyTile) + sizeof(TileRule)} + kMaxOwnRounds * int{sizeof(OwnTile)};
   static constexpr int kBarrierBytes =
       8 * 2 * (kQueryStages + kStages + kValueStages + kRawStages + kTileStages);
   // Aligning the stages may take up to 1 KB.
@@ -209,8 +210,12 @@ struct WideShared {
   __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
 
   __device__ ManyTile* tile(int stage) const { return first_tile + stage; }
+  // Of a tile: it is there when the queries are.
+  __device__ TileRule* rule(int stage) const {
+    return reinterpret_cast<TileRule*>(tile(S::kTileStages)) + stage;
+  }
   // Own plan: the block's q tile of each round.
-  __device__ OwnTile* own_tiles() const { return reinterpret_cast<OwnTile*>(tile(S::kTileStages)); }
+  __device__ OwnTile* own_tiles() const { return reinterpret_cast<OwnTile*>(rule(S::kTileStages)); }
 
   // One thread must call it.
   __device__ void InitBarriers(bool gathers) const {
@@ -218,7 +223,7 @@ struct WideShared {
     const int loaders = gathers ? S::kProducerThreads : 1;
     const int converters = gathers ? S::kProducerThreads : kConverters;  // of widened keys
     for (int i = 0; i < S::kQueryStages; ++i) {
-      InitBarrier(queries_full(i), 1);
+      InitBarrier(queries_full(i), 2);  // with the tile's rule
       InitBarrier(queries_empty(i), S::kConsumerThreads);
     }
     for (int i = 0; i < S::kStages; ++i) {

@@ -18,47 +18,18 @@ struct RowState {
 
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
   template <typename S>
-  __device__ RowState(const Problem& p, const TileRows<S>& of, const ManyTile& tile, int group,
+  __device__ RowState(const TileRows<S>& of, const ManyTile& tile, const TileRule& rule, int group,
                       int row0) {
-    const Sequence& s = tile.s;
-    auto visible = [&](int row) {
-      return p.Visible(s, min(tile.first_query + of.Query(row), s.num_queries - 1));
-    };
-    begin_all = visible(group * 64 + 63).begin;
-    end_all = visible(group * 64).end;
-    diagonal = tile.first_query + row0 + (s.length - s.num_queries);
+    begin_all = rule.Visible(of.Query(group * 64 + 63)).begin;
+    end_all = rule.Visible(of.Query(group * 64)).end;
+    diagonal = tile.first_query + row0 + (tile.s.length - tile.s.num_queries);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Rows past the sequence's last repeat its mask. They are computed but not stored.
-      const KeyRange keys = visible(row0 + 8 * r);
+      // Rows past the sequence's last are computed but not stored.
+      const KeyRange keys = rule.Visible(of.Query(row0 + 8 * r));
       begin[r] = keys.begin, end[r] = keys.end;
       row_max[r] = -INFINITY, row_sum[r] = 0.f;
     }
-  }
-};
-
-// How the products of a q tile's rows become scores, in log2: times `scale`, after the softcap and
-// ALiBi's slope.
-struct ScoreRule {
-  float scale, softcap, slope;
-  bool negative;
-
-  __device__ ScoreRule(const Problem& p, const ManyTile& tile) {
-    scale = p.ScoreScale(tile.index, tile.kv_head), softcap = 0.f;
-    negative = scale < 0.f;  // then it is the queries that are negated
-    scale = fabsf(scale);
-    // Neither is 0: 0 times the -inf of a masked score is NaN, and a softcap of 0 is none.
-    constexpr float kLeast = 1e-30f;
-    if (p.softcap > 0.f) {
-      softcap = fmaxf(2.f * kLog2e * scale / p.softcap, kLeast), scale = p.softcap;
-    }
-    scale = fmaxf(scale * kLog2e, kLeast);
-    slope = p.alibi_slopes.at(tile.index, tile.head, 0.f) * kLog2e;
-  }
-  // What the scores that OnlineSoftmax leaves are still to be multiplied by.
-  template <bool kAlibi>
-  __device__ float rest() const {
-    return kAlibi && slope != 0.f ? 1.f : scale;
   }
 };
 
@@ -66,27 +37,34 @@ struct ScoreRule {
 // one that is smaller by at most so much (log2): that seldom changes after a row's first keys.
 constexpr float kLazyLog2 = 6.f;
 
+// A thread has 2 of each 8 columns of a row: a bit for each of its columns that lie before column
+// `end`, which counts from its first one.
+template <int kColumns>
+__device__ inline uint32_t ColumnsBelow(int end) {
+  static_assert(kColumns <= 128);
+  const int inside = min(max(end, 0), kColumns);
+  return __funnelshift_lc(~0u, 0u, inside / 8 * 2 + min(inside % 8, 2));
+}
+
 // Turns scores into weights, 2^kLift times as large. `factor`: what a row's sums are still to be
 // multiplied by.
 template <typename S, int kLift, bool kLazy>
-__device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, const ScoreRule& rule,
+__device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, const TileRule& rule,
                               int first_key, float (&factor)[2]) {
   constexpr int kColumns = S::kKeys;
   constexpr bool kAlibi = S::kAlibi;
   const int lane = threadIdx.x & 31;
-  // Relative to this thread's first column, so that its columns are compile-time constants.
-  const int offset = first_key + lane % 4 * 2;
   auto mask = [&] {
-    if (first_key + kColumns > rows.end_all) {
+    if (first_key + kColumns <= rows.end_all && first_key >= rows.begin_all) return;
+    const int offset = first_key + lane % 4 * 2;  // of this thread's first column
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) {
-        if (i / 4 * 8 + i % 2 >= rows.end[i / 2 % 2] - offset) score[i] = -INFINITY;
-      }
-    }
-    if (first_key < rows.begin_all) {
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t seen = ColumnsBelow<kColumns>(rows.end[r] - offset) &
+                            ~ColumnsBelow<kColumns>(rows.begin[r] - offset);
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) {
-        if (i / 4 * 8 + i % 2 < rows.begin[i / 2 % 2] - offset) score[i] = -INFINITY;
+      for (int i = 0; i < kColumns / 4; ++i) {
+        float& x = score[i / 2 * 4 + 2 * r + i % 2];
+        x = seen & 1u << i ? x : -INFINITY;
       }
     }
   };

@@ -29,8 +29,10 @@ class WideTiles {
     Release(shared_.tile_empty(state_.stage));
     state_.Next();
   }
-  // The present tile. To read it anew takes fewer registers than to keep it.
+  // The present tile, and its rule. To read them anew takes fewer registers than to keep them.
   __device__ ManyTile Read() const { return ReadTogether(shared_.tile(state_.stage)); }
+  __device__ TileRule ReadRule() const { return ReadTogether(shared_.rule(state_.stage)); }
+  __device__ TileRule* rule() const { return shared_.rule(state_.stage); }
 
  private:
   const WideShared<S>& shared_;
