@@ -124,6 +124,24 @@ def test_without_peers_only_ours_is_timed_but_checked():
         runner.run(broken, options)
 
 
+def test_a_peer_without_memory_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from flashxla.bench import backward
+
+    def sdpa(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 34.36 GB")
+
+    monkeypatch.setattr(backward, "sdpa", sdpa)
+    case = backward.TOPIC.cases["quick"][0]
+    topic = dataclasses.replace(backward.TOPIC, cases={"quick": (case,)})
+    options = Options(dtypes=("float32",), rounds=1, quick=True, peers=True, threads=torch.get_num_threads())
+    contenders = {row["contender"] for row in runner.run(topic, options)}
+    assert "flashxla" in contenders
+    assert "sdpa" not in contenders
+    assert f"{case.name}: sdpa not measured: Tried to allocate" in capsys.readouterr().err
+
+
 def test_growth(tmp_path: Path):
     from flashxla.bench import growth
 

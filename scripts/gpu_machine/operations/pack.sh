@@ -6,7 +6,7 @@
 no_arguments "$@"
 begin operations
 environment .venv build
-cp "$tools"/operations/{prefill,calls,backward,tables}.py "$pack/"
+cp "$tools"/operations/{prefill,calls,backward,tables}.py "$tools/operations/read_limit.cu" "$pack/"
 rm -f "$pack/base.xz"
 if [ -n "${BASE_LIBRARY:-}" ]; then
   cuda_library "$work/base.so" "$BASE_LIBRARY"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines gradients cuda sanitizer racecheck tables prefill short calls backward train compare profile growth
+# run.sh STAGE...: the operations through PyTorch and JAX, and the CUDA library. Stages: ops engines gradients cuda sanitizer racecheck tables prefill short calls backward train compare profile growth limits
 # DEVICE=cuda|cpu PYTHON=python3 OUT=FOLDER LIMIT=570 JOBS=14; ONE_IN=4: a random fourth of `ops`; FRONTENDS=torch,jax_jit
 # TOPICS="prefill decode ...", TOPIC_SECONDS and ROUNDS of `tables`; CALLED="decode chunks ..." of `calls`; QUICK=1
 name=operations
@@ -43,6 +43,9 @@ stage_tables() {  # docs/benchmarks/h200-*.json: each topic in time, or as far a
 stage_growth() {
   shown 45 150 growth "$PYTHON" -m flashxla bench growth --device "$DEVICE" \
     ${QUICK:+--quick} --rounds 5 --json "$OUT/growth.json" --plot "$OUT/growth.svg"
+}
+stage_limits() {  # how fast pages can be read at all, beside what decode takes of the same bytes
+  nvcc -O3 -std=c++17 -arch=sm_90a "$here/read_limit.cu" -o "$WORK/read_limit" && shown 20 60 limits "$WORK/read_limit"
 }
 stage_profile() {  # by ncu: a report of the engine wide for each of CASES (see prefill.py one), and its instructions with their samples
   local each report

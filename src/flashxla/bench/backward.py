@@ -119,7 +119,10 @@ def _sdpa(problem: AttentionProblem) -> Run:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
 
-    return Run(*_padded(problem, forward))
+    with _refusals():
+        run = Run(*_padded(problem, forward))
+        run.call()
+    return run
 
 
 def _band(case: AttentionCase, device: torch.device) -> torch.Tensor:
@@ -132,7 +135,7 @@ def _band(case: AttentionCase, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What PyTorch says where a kernel does not serve a case."""
+    """What PyTorch says where a kernel does not serve a case, or the memory does not hold all scores of one."""
     try:
         yield
     except RuntimeError as error:
