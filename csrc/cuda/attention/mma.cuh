@@ -42,7 +42,7 @@ __device__ inline void StoreShared16(uint32_t address, const uint32_t* words) {
 }
 
 // The same in global memory: ptxas splits other stores of vectors where they have a condition.
-__device__ inline void StoreGlobal16(void* address, const uint32_t (&words)[4]) {
+__device__ inline void StoreGlobal16(void* address, const uint32_t* words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");

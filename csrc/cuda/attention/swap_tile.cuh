@@ -312,7 +312,7 @@ struct SwapTile {
     for (int i = thread(); i < num_rows * kChunks; i += kWarpgroupThreads) {
       const int row = i / kChunks, d = i % kChunks * 8;
       const uint4 x = LoadShared<uint4>(RowAddress(row, d));
-      if (d < p.v.head_size) StoreGlobal16(row_of(row) + d, {x.x, x.y, x.z, x.w});
+      if (d < p.v.head_size) StoreGlobal16(row_of(row) + d, &x.x);
     }
     SyncGroup();  // the next queries come to the same place
   }

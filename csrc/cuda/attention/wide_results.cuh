@@ -65,9 +65,7 @@ __device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTil
         x[j] = Pack<T>(pair[0] * whole[r], pair[1] * whole[r]);
       }
       TransposeQuad(x);
-      if (exists[r] && d < p.v.head_size) {
-        StoreGlobal16(to[r] + d, x);
-      }
+      if (exists[r] && d < p.v.head_size) StoreGlobal16(to[r] + d, x);
     }
   }
 }

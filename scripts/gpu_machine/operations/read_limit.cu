@@ -1,5 +1,6 @@
 // How fast a GPU reads keys and values at all: kernels that load the pages of a decode step by TMA,
-// as the engine swap does, and compute nothing. nvcc -O3 -std=c++17 -arch=sm_90a read_limit.cu
+// as the engine swap does, and compute nothing. nvcc -O3 -std=c++17 -arch=sm_90a -Icsrc
+// read_limit.cu
 //
 // 64 sequences of 2,048 keys, 8 heads, 16 bits, pages of 16 unless said, in any order. A thread
 // block has a head, or neighbouring ones, and a share of all steps of 64 keys.
@@ -15,7 +16,12 @@
 #include <random>
 #include <vector>
 
+#include "cuda/attention/hopper.cuh"
+#include "cuda/attention/mma.cuh"
+
 namespace {
+
+using flashxla::attention::SharedAddress;
 
 constexpr int kHeads = 8, kStepKeys = 64, kRowBytes = 128, kColumns = kRowBytes / 2;
 constexpr int kLoader = 32, kReaders = 128;  // threads
@@ -38,37 +44,19 @@ struct Maps {
   CUtensorMap k, v;
 };
 
-__device__ uint32_t Shared(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ void Wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready;\nbra again;\nready:}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-__device__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
-                        int w) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
-      "%4, %5, %6}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
 // blocks: of 64 columns. box_keys: tokens of a box.
 __global__ void __launch_bounds__(kReaders + kLoader, kBlocksEach)
     LoadPages(const __grid_constant__ Maps maps, const int* table, int steps, int share, int stages,
               int page, int box_keys, int blocks) {
+#if defined(FLASHXLA_HOPPER)
+  namespace attention = flashxla::attention;
   extern __shared__ __align__(1024) char memory[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
   const int half = kStepKeys * kRowBytes * blocks;
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(Shared(&full[i])));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(Shared(&empty[i])),
-                   "n"(kReaders));
+      attention::InitBarrier(SharedAddress(&full[i]), 1);
+      attention::InitBarrier(SharedAddress(&empty[i]), kReaders);
     }
   }
   __syncthreads();
@@ -84,28 +72,25 @@ __global__ void __launch_bounds__(kReaders + kLoader, kBlocksEach)
   int next = block_of(first);
   for (int step = first; step < end; ++step) {
     if (lane < 0) {
-      Wait(Shared(&full[stage]), parity);
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(Shared(&empty[stage]))
-                   : "memory");
+      attention::WaitBarrier(SharedAddress(&full[stage]), parity);
+      attention::Release(SharedAddress(&empty[stage]));
     } else {
       const int now = next, token = (step * kStepKeys + lane * box_keys) % page;
       next = block_of(step + 1);
-      const uint32_t barrier = Shared(&full[stage]), to = Shared(memory) + stage * 2 * half;
-      Wait(Shared(&empty[stage]), parity);
-      if (lane == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                     "r"(2 * half)
-                     : "memory");
-      }
+      const uint32_t barrier = SharedAddress(&full[stage]);
+      const uint32_t to = SharedAddress(memory) + stage * 2 * half;
+      attention::WaitBarrier(SharedAddress(&empty[stage]), parity);
+      if (lane == 0) attention::ArriveExpecting(barrier, 2 * half);
       __syncwarp();
       for (int c = 0; c < blocks && lane < boxes; ++c) {
         const uint32_t place = to + c * kStepKeys * kRowBytes + lane * box_keys * kRowBytes;
-        LoadBox(place, &maps.k, barrier, c * kColumns, blockIdx.x, token, now);
-        LoadBox(place + half, &maps.v, barrier, c * kColumns, blockIdx.x, token, now);
+        attention::LoadBox4(place, &maps.k, barrier, c * kColumns, blockIdx.x, token, now);
+        attention::LoadBox4(place + half, &maps.v, barrier, c * kColumns, blockIdx.x, token, now);
       }
     }
     if (++stage == stages) stage = 0, parity ^= 1;
   }
+#endif
 }
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,

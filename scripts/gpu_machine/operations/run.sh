@@ -44,8 +44,8 @@ stage_growth() {
   shown 45 150 growth "$PYTHON" -m flashxla bench growth --device "$DEVICE" \
     ${QUICK:+--quick} --rounds 5 --json "$OUT/growth.json" --plot "$OUT/growth.svg"
 }
-stage_limits() {  # how fast pages can be read at all, beside what decode takes of the same bytes
-  nvcc -O3 -std=c++17 -arch=sm_90a "$here/read_limit.cu" -o "$WORK/read_limit" && shown 20 60 limits "$WORK/read_limit"
+stage_limits() {  # how fast the pages of a decode step can be read at all
+  nvcc -O3 -std=c++17 -arch=sm_90a -I"$RUN/csrc" "$here/read_limit.cu" -o "$WORK/read_limit" && shown 20 60 limits "$WORK/read_limit"
 }
 stage_profile() {  # by ncu: a report of the engine wide for each of CASES (see prefill.py one), and its instructions with their samples
   local each report

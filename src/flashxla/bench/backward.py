@@ -119,10 +119,7 @@ def _sdpa(problem: AttentionProblem) -> Run:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
 
-    with _refusals():
-        run = Run(*_padded(problem, forward))
-        run.call()
-    return run
+    return _tried(lambda: Run(*_padded(problem, forward)))
 
 
 def _band(case: AttentionCase, device: torch.device) -> torch.Tensor:
@@ -133,13 +130,14 @@ def _band(case: AttentionCase, device: torch.device) -> torch.Tensor:
     return every.tril() & every.triu(1 - case.window)
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """What PyTorch says where a kernel does not serve a case, or the memory does not hold all scores of one."""
+def _tried(build: Callable[[], Run]) -> Run:
+    """A run, if PyTorch's kernel serves the case, and the memory holds what it needs: the first call says so."""
     try:
-        yield
+        run = build()
+        run.call()
     except RuntimeError as error:
         raise Unavailable(str(error).strip().splitlines()[0]) from None
+    return run
 
 
 def _of_backend(problem: AttentionProblem, backend: SDPBackend, repeated: bool = False) -> Run:
@@ -150,10 +148,7 @@ def _of_backend(problem: AttentionProblem, backend: SDPBackend, repeated: bool =
         with sdpa_kernel(backend):
             return sdpa(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
-    with _refusals():
-        run = Run(*_padded(problem, forward, heads // kv_heads if repeated else 1))
-        run.call()
-    return run
+    return _tried(lambda: Run(*_padded(problem, forward, heads // kv_heads if repeated else 1)))
 
 
 def _flash_varlen(problem: AttentionProblem) -> Run:
@@ -164,13 +159,14 @@ def _flash_varlen(problem: AttentionProblem) -> Run:
     offsets = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=q.device)
     window = {} if case.window is None else {"window_size_left": case.window - 1, "window_size_right": 0}
     grad = _gradient_of_out(problem)
-    with _refusals():
+
+    def build() -> Run:
         out = torch.ops.aten._flash_attention_forward(
             q, k, v, offsets, offsets, max(lens), max(lens), 0.0, True, False, **window
         )[0]
-        run = Run(lambda: torch.autograd.grad(out, sources, grad, retain_graph=True), list)
-        run.call()
-    return run
+        return Run(lambda: torch.autograd.grad(out, sources, grad, retain_graph=True), list)
+
+    return _tried(build)
 
 
 def _sdpa_loop(problem: AttentionProblem) -> Run:
