@@ -103,8 +103,9 @@ struct WideShape {
   static constexpr int kValueStages = kWidened && kDims <= 128 ? kStages - 1 : kStages;
   static constexpr int kQueryStages = kConsumers > 2 ? 2 : 1;
   // Keeps queries in registers, so that matrix instructions do not read them from shared memory
-  // each time.
-  static constexpr bool kQueriesInRegisters = kDims <= 128 && !kWidened && kConsumers == 2;
+  // each time. A softcap needs the registers itself.
+  static constexpr bool kQueriesInRegisters =
+      kDims <= 128 && !kWidened && kConsumers == 2 && !(kDirect && kScores == WideScores::kMore);
   static constexpr int kQueryBytes = kQTileRows * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
