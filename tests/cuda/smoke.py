@@ -332,6 +332,40 @@ def few_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, other_values(rng, few_queries(rng))), always=False)
 
 
+def pairs_call(rng: Rng) -> Call:
+    """swap, two heads of 96 at a time: they lie side by side, with room for much to read."""
+    group = int(pick(rng, 1, 2, 3, 4, 8))
+    sizes = sixteen_bits(rng, few_queries(rng))._replace(dim=96, kv_heads=int(pick(rng, 2, 4)), group=group)
+    len_q = rng.integers(0, 8 // group + 1, len(sizes.len_q))
+    sizes = sizes._replace(len_q=len_q, len_k=lengths(rng, len_q, 1000), page=int(pick(rng, 8, 16, 24, 64)))
+    call = driver.attention_call(rng, sizes)
+    while call.scalars["layout"] != "NHD":
+        call = driver.attention_call(rng, sizes)
+    table = call.tensors["block_table"]
+    width = 2**17 // (sizes.kv_heads * sizes.page * len(table)) + 1
+    call.tensors["block_table"] = np.pad(table, ((0, 0), (0, width)), constant_values=-1)
+    call.scalars.update({"max_seqlen_q": max(int(len_q.max()), 1), "batch_invariant": 0})
+    return call
+
+
+def many_call(rng: Rng) -> Call:
+    """swap, with three thread blocks on a multiprocessor: so many sequences that they may be short."""
+    kv_heads, dim = pick(rng, (4, 16), (8, 72), (8, 128))
+    len_q = rng.integers(0, 2, 2**14 // int(kv_heads) + 1)
+    sizes = sixteen_bits(rng, few_queries(rng))._replace(
+        dim=int(dim),
+        kv_heads=int(kv_heads),
+        group=int(pick(rng, 1, 4)),
+        len_q=len_q,
+        len_k=rng.integers(0, 9, len(len_q)),
+        page=8,
+    )
+    sizes.len_k[rng.integers(len(len_q), size=2)] = rng.integers(500, 1000, 2)
+    call = driver.attention_call(rng, sizes)
+    call.scalars.update({"max_seqlen_q": 1, "batch_invariant": 0})
+    return call
+
+
 def chunk_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, chunks(rng)), always=True)
 
@@ -485,8 +519,12 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     tile_gradients_call,
     tile32_gradients_call,
     driver.attention_backward_call,
+    pairs_call,
 )
-BIG_KV_CACHE_EVERY = 25
+# The others' turns come seldom: these calls are large.
+BIG_KV_CACHE_EVERY, MANY_EVERY = 25, 36
+# What the library says of an engine's instances that have calls of their own here.
+SPECIAL = {"two KV heads": "swap of pairs", "three thread blocks": "swap of many"}
 UPDATED = ("key_cache", "value_cache", "k", "v")
 GRADIENTS = "attention_backward"
 
@@ -535,6 +573,8 @@ class Smoke:
         needs = self._needs(operation, tensors, scalars)
         of = " of gradients" if operation == GRADIENTS else ""
         self.served.update({kernel.name + of for kernel in needs.kernels})
+        described = " ".join(kernel.description for kernel in needs.kernels)
+        self.served.update(name for words, name in SPECIAL.items() if words in described)
         if prepared and needs.plan_bytes:
             (plan,) = fields.of_kind("plan")
             tensors = {**tensors, plan: self._scratch(needs.plan_bytes, rng)}
@@ -584,6 +624,8 @@ def draws(seed: int, calls: int) -> Iterator[tuple[int, str, Call, Rng]]:
         make = CALLS[number % len(CALLS)]
         if number % BIG_KV_CACHE_EVERY == BIG_KV_CACHE_EVERY - 1:
             make = big_kv_cache_call
+        elif number % MANY_EVERY == MANY_EVERY // 2:
+            make = many_call
         yield number, make.__name__, make(rng), rng
 
 

@@ -31,6 +31,11 @@ def served_by(frontend: Frontend, function: str, arguments: Arguments) -> tuple[
     return got.few_queries.partition(":")[0], got.many_queries.partition(":")[0]
 
 
+def serves_few(frontend: Frontend, function: str, arguments: Arguments) -> str | None:
+    """What `explain` says of few queries, e.g. "swap: ..."; None where the CUDA library is not installed."""
+    return _explained(frontend, function, arguments).few_queries if native.is_installed("cuda") else None
+
+
 def differentiated_by(frontend: Frontend, arguments: Arguments) -> str | None:
     """The engine of the gradients of flash_attn_varlen_func; None where the CUDA library is not installed."""
     if not native.is_installed("cuda"):

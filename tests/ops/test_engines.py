@@ -15,7 +15,7 @@ import pytest
 
 from tests.batches import Case
 from tests.frontends import Frontend
-from tests.ops.engines import call_of, check, check_twice, served_by
+from tests.ops.engines import call_of, check, check_twice, served_by, serves_few
 
 PREFILL = ((48, 48), (130, 200), (1, 40), (129, 129))
 LONG = ((260, 300), (64, 500))
@@ -366,6 +366,30 @@ def test_many_long_sequences(
 def test_own_plan(frontend: Frontend, rng: np.random.Generator, size: int, dim: int, most: int) -> None:
     case = dataclasses.replace(many_sequences(rng, size, (0, most), dtype="bf16", page=8), dim=dim)
     check_twice(frontend, *call_of(rng, case))
+
+
+# Many sequences may be short, and then a multiprocessor has three thread blocks of swap. Some are long here.
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize(
+    ("size", "heads", "more"),
+    [
+        (512, (32, 32), {"dim": 64, "sinks": "f32"}),
+        (1025, (16, 16), {"dim": 128, "alibi": "H"}),
+        (1100, (32, 16), {"dim": 40, "dtype": "f16", "window": (50, -1)}),
+        (4096, (8, 4), {"dim": 128, "softcap": 5.0}),
+        (700, (24, 24), {"dim": 72, "layout": "HND", "descale": "SH"}),
+    ],
+)
+def test_many_decoding_sequences(
+    frontend: Frontend, rng: np.random.Generator, size: int, heads: tuple[int, int], more: dict[str, Any]
+) -> None:
+    keys = np.where(rng.random(size) < 0.005, rng.integers(1000, 3000, size), rng.integers(0, 100, size))
+    lens = tuple((int(q), int(k)) for q, k in zip(rng.random(size) < 0.9, keys, strict=True))
+    case = Case(lens, heads=heads, page=16, pad_tokens=3, pad_seqs=2, **{"dtype": "bf16", **more})
+    function, arguments = call_of(rng, case)
+    if (served := serves_few(frontend, function, arguments)) is not None:
+        assert served.startswith("swap") and "three thread blocks" in served, served
+    check_twice(frontend, function, arguments)
 
 
 # Where sequences are alike, a thread block of swap may get whole ones, though others have fewer steps then.

@@ -37,20 +37,12 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   PlanProblem plan = {};
   plan.index = IndexTensorsOf(args);
   plan.window = p.window;
-  plan.group_size = p.group_size;
+  plan.group_size = p.group_size * choice.few.heads_together;
   plan.roles = choice.Roles();
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
-  plan.few_combines = choice.few_combines;
-  plan.num_few_blocks = choice.num_few_blocks;
-  plan.num_lone_blocks = choice.num_lone_blocks;
-  plan.few_q_tile_rows = choice.few_q_tile_rows;
+  plan.few = choice.few;
   plan.many = choice.many;
   return plan;
-}
-
-void SetFew(const Choice& choice, Problem* p) {
-  p->num_few_blocks = choice.num_few_blocks;
-  p->few_q_tile_rows = choice.few_q_tile_rows;
 }
 
 int64_t PlanBytes(const PlanProblem& plan) {
@@ -125,7 +117,7 @@ flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspa
     if (status == FLASHXLA_OK) status = LaunchStatus("attention");
     if (status != FLASHXLA_OK) return status;
   }
-  if (!choice.few_combines) LaunchCombine(p, workspace, stream);
+  if (!choice.few.combines) LaunchCombine(p, workspace, stream);
   return LaunchStatus("attention");
 }
 
@@ -134,7 +126,7 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
   const bool planned = args.plan.data != nullptr;
   const Facts facts = FactsOf(args, false);
   Problem p = facts.problem;
-  SetFew(choice, &p);
+  SetFew(choice.few, &p);
   const int64_t partial_bytes = WorkspaceBytes(p, choice);
   const int64_t plan_bytes = PlanBytes(plan);
   flashxla_status status = planned ? CheckPlanned(facts, choice) : FLASHXLA_OK;
@@ -172,7 +164,7 @@ flashxla_status Attend(const flashxla_attention_args& args, const flashxla_conte
   const Choice choice = ChooseEngines(facts);
   PlanProblem plan = PlanOf(args, facts.problem, choice);
   if (context.needs != nullptr) {
-    SetFew(choice, &facts.problem);
+    SetFew(choice.few, &facts.problem);
     *context.needs = {};
     context.needs->plan_bytes = PlanBytes(plan);
     context.needs->workspace_bytes =

@@ -16,13 +16,6 @@ constexpr const Engine* kEngines[] = {&kSwapEngine,       &kSplitEngine,  &kSimt
                                       &kLargeSplitEngine, &kWideEngine,   &kLargeEngine,
                                       &kTileEngine,       &kTile32Engine, &kGeneralEngine};
 
-// The rows of swap's q tiles if no sequence has more than `longest` rows per KV head. Those of 32
-// rows are for two thread blocks on a multiprocessor.
-int SwapQTileRows(int64_t longest, int head_size) {
-  if (longest <= kSplitQTileRows) return kSplitQTileRows;
-  return longest <= kSwapMidRows && head_size <= 128 ? kSwapMidRows : kSwapQTileRows;
-}
-
 // Why no sequence can have many queries; "" if some can.
 const char* WhyNotMany(const Facts& facts, const ManyShape& shape) {
   if (facts.max_queries >= shape.min_queries) return "";
@@ -38,6 +31,18 @@ const char* WhyOneKernel(const Choice& choice) {
   static thread_local char why[256];  // valid until this thread's next call
   std::snprintf(why, sizeof(why), "%s; %s", kWhyOneKernel, why_not_many);
   return why;
+}
+
+// What the engine for few queries is.
+const char* FewDescription(const Choice& choice) {
+  const char* description = choice.Of(kFew).description;
+  const char* more = choice.few.heads_together > 1 ? ", two KV heads in a thread block"
+                     : choice.few.many_short       ? ", three thread blocks on a multiprocessor"
+                                                   : nullptr;
+  if (more == nullptr) return description;
+  static thread_local char all[128];  // valid until this thread's next call
+  std::snprintf(all, sizeof(all), "%s%s", description, more);
+  return all;
 }
 
 }  // namespace
@@ -69,7 +74,7 @@ const char* WhyNot16Bit(const Problem& p) {
 
 Choice ChooseEngines(const Facts& facts) {
   Choice choice = {};
-  Problem p = facts.problem;
+  const Problem& p = facts.problem;
   choice.one_kernel = p.batch_invariant;
   const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
   const bool countable = AreFewStepsCountable(facts, true);
@@ -97,19 +102,13 @@ Choice ChooseEngines(const Facts& facts) {
     choice.all_few = few_rows;
     choice.few_chunks = swap && countable && !choice.all_few;
     const bool large = choice.engines[kFew] == &kLargeSplitEngine;
-    p.few_q_tile_rows = large             ? kRestQTileRows
-                        : !swap           ? kSplitQTileRows
-                        : !choice.all_few ? kSwapQTileRows
-                                          : SwapQTileRows(longest, p.LargerHeadSize());
-    choice.few_combines = swap;
+    choice.few = swap ? SwapWork(facts, choice.all_few ? longest : -1)
+                      : SplitWork(p, large ? kRestQTileRows : kSplitQTileRows);
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.make_plan =
         swap && (choice.all_few ? facts.num_sequences <= kMaxOwnSequences
                                 : choice.few_takes_rest &&
                                       FitsOwnPlan(choice.many, facts.num_sequences, p.num_tokens));
-    choice.few_q_tile_rows = p.few_q_tile_rows;
-    choice.num_few_blocks = NumFewBlocks(p);
-    choice.num_lone_blocks = NumLoneBlocks(p);
   }
   return choice;
 }
@@ -117,7 +116,7 @@ Choice ChooseEngines(const Facts& facts) {
 void AddKernels(const Choice& choice, flashxla_needs* needs) {
   const Engine &few = choice.Of(kFew), &many = choice.Of(kMany), &rest = choice.Of(kRest);
   if (choice.all_few) {
-    AddKernel(needs, {"all queries", few.name, few.description, choice.why_not[kFew]});
+    AddKernel(needs, {"all queries", few.name, FewDescription(choice), choice.why_not[kFew]});
   } else if (choice.one_kernel) {
     AddKernel(needs, {"all queries", many.name, many.description, WhyOneKernel(choice)});
     if (&many != &rest) AddKernel(needs, {"other sequences", rest.name, rest.description, ""});

@@ -54,11 +54,14 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length);
 ManyShape WideWork(const Problem& problem);
 // Whether wide's thread blocks have room for a plan that they make themselves.
 bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens);
-// How many thread blocks the engine for few queries has for each KV head. Needs few_q_tile_rows.
-int NumFewBlocks(const Problem& problem);
-// How many of these have a multiprocessor each where more of them share some; 0 where none do.
-int NumLoneBlocks(const Problem& problem);
-// Its workspace.
+// How swap divides its work if no sequence has more than `most_rows` rows per KV head, or if any
+// may
+// (-1); and how the other engines for few queries divide it.
+FewShape SwapWork(const Facts& facts, int64_t most_rows);
+FewShape SplitWork(const Problem& problem, int q_tile_rows);
+// Sets what a problem has of the engine for few queries.
+void SetFew(const FewShape& few, Problem* problem);
+// The workspace of such an engine. Needs SetFew.
 int64_t SplitWorkspaceBytes(const Problem& problem);
 
 // The engines that serve a call.
@@ -67,11 +70,9 @@ struct Choice {
   const char* why_not[kNumRoles];    // why the role's fastest engine does not serve; "" if it does
   bool one_kernel;                   // batch_invariant: no engine for few queries
   bool all_few;                      // every sequence has few queries
-  bool few_combines;                 // the engine for few queries ends a call by itself
   bool make_plan;                    // the engines can make the plan
   bool few_chunks, few_takes_rest;   // as in RoleRules
-  int num_few_blocks;                // as in PlanProblem, like the numbers below
-  int num_lone_blocks, few_q_tile_rows;
+  FewShape few;
   ManyShape many;
 
   const Engine& Of(Role role) const {
@@ -84,7 +85,7 @@ struct Choice {
     return role == kFew || !(all_few || (role == kRest && few_takes_rest));
   }
   // Whether the engine for few queries may start while the one for many still runs.
-  bool FewFollows() const { return few_combines && Runs(kMany); }
+  bool FewFollows() const { return few.combines && Runs(kMany); }
   RoleRules Roles() const {
     return {engines[kFew] != nullptr,  all_few,         few_chunks, few_takes_rest,
             engines[kMany] != nullptr, many.min_queries};

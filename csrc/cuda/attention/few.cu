@@ -2,6 +2,7 @@
 // the workspace.
 #include <algorithm>
 
+#include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/split.cuh"
@@ -23,18 +24,81 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length) {
   return (steps + kMaxFewBlocks) * 17 / 16 < double{INT32_MAX};
 }
 
-int NumFewBlocks(const Problem& p) {
-  const int per_multiprocessor =
-      FewBlocksEach(UsualHeadSizes::Bucket(p.LargerHeadSize()), p.few_q_tile_rows);
-  // Without a GPU, the most that any GPU gets: then the workspace is large enough for each.
-  const int blocks =
-      CurrentDevice() < 0 ? kMaxFewBlocks : NumMultiprocessors() * per_multiprocessor;
-  return std::max(std::min(blocks, kMaxFewBlocks) / p.num_kv_heads, 1);
+namespace {
+
+// Rows of swap's q tiles. Those of 32 are for two thread blocks on a multiprocessor.
+int SwapQTileRows(int64_t most_rows, int head_size) {
+  if (most_rows <= kSplitQTileRows) return kSplitQTileRows;
+  return most_rows <= kSwapMidRows && head_size <= 128 ? kSwapMidRows : kSwapQTileRows;
 }
 
-int NumLoneBlocks(const Problem& p) {
-  const int each = FewBlocksEach(UsualHeadSizes::Bucket(p.LargerHeadSize()), p.few_q_tile_rows);
-  return each > 1 ? NumMultiprocessors() / p.num_kv_heads : 0;
+// How many neighbouring KV heads a thread block of swap should have at a time. Keys come in lines
+// of 128 bytes: a row of 192 takes as many requests as one of 256, and two such rows three. That
+// is worth the longer steps where there is much to read.
+int TogetherHeads(const Facts& facts, int64_t most_rows) {
+  const Problem& p = facts.problem;
+  const bool side_by_side = p.k.head_size == kPairedHeadSize && p.v.head_size == kPairedHeadSize &&
+                            p.k.stride_head == kPairedHeadSize &&
+                            p.v.stride_head == kPairedHeadSize && p.num_kv_heads % 2 == 0 &&
+                            !IsFp8(p.kv_dtype);
+  constexpr double kLeastKeys = 1 << 17;  // of all heads: 50 MB with their values
+  const int64_t tables = p.block_table.data != nullptr ? facts.num_sequences : 1;
+  const double keys =
+      static_cast<double>(tables) * static_cast<double>(facts.capacity) * p.num_kv_heads;
+  return side_by_side && 2 * most_rows <= kSplitQTileRows && keys >= kLeastKeys ? 2 : 1;
+}
+
+// Whether a call has so many sequences that they may well be short. Each then waits for its keys,
+// its queries and its sums, one after the other, and a third thread block hides that.
+bool MayBeManyShort(const Facts& facts) {
+  constexpr int64_t kLeast = 1 << 14;  // of all heads
+  return facts.num_sequences > kMaxOwnSequences &&
+         facts.num_sequences * facts.problem.num_kv_heads >= kLeast;
+}
+
+// Sets how many thread blocks there are.
+void CountBlocks(int num_kv_heads, int blocks_each, FewShape* few) {
+  // Without a GPU, the most that any GPU gets: then the workspace is large enough for each.
+  const int multiprocessors = CurrentDevice() < 0 ? 0 : NumMultiprocessors();
+  const int blocks = multiprocessors > 0 ? multiprocessors * blocks_each : kMaxFewBlocks;
+  few->num_blocks = std::max(std::min(blocks, kMaxFewBlocks) / num_kv_heads, 1);
+  few->num_lone_blocks = blocks_each > 1 ? multiprocessors / num_kv_heads : 0;
+}
+
+int BucketOf(const Problem& p) { return UsualHeadSizes::Bucket(p.LargerHeadSize()); }
+
+}  // namespace
+
+FewShape SwapWork(const Facts& facts, int64_t most_rows) {
+  const Problem& p = facts.problem;
+  FewShape few = {};
+  few.combines = true;
+  few.q_tile_rows = kSwapQTileRows;
+  if (most_rows >= 0) {
+    few.heads_together = TogetherHeads(facts, most_rows);
+    few.q_tile_rows = SwapQTileRows(most_rows * few.heads_together, p.LargerHeadSize());
+    const bool small = few.q_tile_rows == kSplitQTileRows && BucketOf(p) <= 128 &&
+                       few.heads_together == 1 && !IsFp8(p.kv_dtype);
+    few.many_short = small && MayBeManyShort(facts);
+  }
+  CountBlocks(p.num_kv_heads / few.heads_together,
+              few.many_short ? kManyShortBlocksEach : FewBlocksEach(BucketOf(p), few.q_tile_rows),
+              &few);
+  return few;
+}
+
+FewShape SplitWork(const Problem& p, int q_tile_rows) {
+  FewShape few = {};
+  few.q_tile_rows = q_tile_rows;
+  CountBlocks(p.num_kv_heads, FewBlocksEach(BucketOf(p), q_tile_rows), &few);
+  return few;
+}
+
+void SetFew(const FewShape& few, Problem* p) {
+  p->few = few;
+  p->num_kv_heads /= few.heads_together;
+  p->group_size *= few.heads_together;
+  p->by_group_size = FastDivide(p->group_size);
 }
 
 int64_t SplitWorkspaceBytes(const Problem& p) {

@@ -114,7 +114,7 @@ flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t
   WithTile<HeadSizes<kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
     constexpr int kKeys = decltype(keys)::value;
     auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys, decltype(fp8)::value>;
-    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), kLargeThreads,
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.few.num_blocks), kLargeThreads,
                     sizeof(LargeShared<decltype(dims)::value, kKeys>), stream, p,
                     SplitWorkspace(p, workspace));
   });

@@ -109,15 +109,15 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
 // steps before sequence i. least: see LeastFewShare.
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
                             const int32_t* starts, int total, int least) {
-  const FewShare share(total, (total + p.num_few_blocks - 1) / p.num_few_blocks, least,
-                       p.few_combines ? p.num_lone_blocks : 0);
+  const FewShare share(total, (total + p.few.num_blocks - 1) / p.few.num_blocks, least,
+                       p.few.combines ? p.few.num_lone_blocks : 0);
   bool alike = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.index.num_sequences; i += NumThreads()) {
     const bool is_padding = starts[i] == total;
     alike = alike && (is_padding || starts[i + 1] - starts[i] == starts[1]);
   }
-  return __syncthreads_and(alike) ? share.Whole(sequences.Get(0).num_kv_tiles, p.few_combines)
+  return __syncthreads_and(alike) ? share.Whole(sequences.Get(0).num_kv_tiles, p.few.combines)
                                   : share.equal;
 }
 
@@ -125,7 +125,7 @@ __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences
 // the number of steps before sequence i.
 __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, const int32_t* starts,
                         int total, int least, FewBlock* blocks) {
-  const int num_blocks = p.num_few_blocks;
+  const int num_blocks = p.few.num_blocks;
   const int share = StepsOfBlock(p, sequences, starts, total, least);
 #pragma unroll 1
   for (int b = threadIdx.x; b < num_blocks; b += NumThreads()) {
@@ -146,7 +146,7 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
     }
     const PlannedSequence s = sequences.Get(i);
     blocks[b] =
-        FewBlockAt(s, i, starts[i], first, min(first + share, total), share, p.few_q_tile_rows);
+        FewBlockAt(s, i, starts[i], first, min(first + share, total), share, p.few.q_tile_rows);
   }
 }
 
@@ -273,11 +273,11 @@ __device__ int CountFew(const PlanProblem& p, Scan& scan, const SequenceTable& s
     const int i = i0 + threadIdx.x;
     PlannedSequence s = {};
     if (i < num_sequences) s = sequences.Get(i);
-    const int before = scan.Exclusive(FewSteps(s, p.group_size, p.few_q_tile_rows), &total);
+    const int before = scan.Exclusive(FewSteps(s, p.group_size, p.few.q_tile_rows), &total);
     if (i < num_sequences) few_starts[i] = num_steps + before;
     num_steps += total;
-    if (!p.few_combines) continue;
-    const unsigned least_share = LeastFewShare(s, p.group_size, p.few_q_tile_rows);
+    if (!p.few.combines) continue;
+    const unsigned least_share = LeastFewShare(s, p.group_size, p.few.q_tile_rows);
     const int of_warp = __reduce_max_sync(kAllLanes, least_share);
     if (threadIdx.x % 32 == 0) atomicMax(least, of_warp);
   }

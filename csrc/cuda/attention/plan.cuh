@@ -25,7 +25,7 @@ enum Role : int32_t {
 constexpr int kNumRoles = 4;
 
 constexpr int kFewKvTileKeys = 64;
-// At most: see few_q_tile_rows. Swap has q tiles of all three sizes.
+// At most: see FewShape. Swap has q tiles of all three sizes.
 constexpr int kSplitQTileRows = 16, kSwapMidRows = 32, kSwapQTileRows = 128;
 constexpr int kRestQTileRows = 64;
 
@@ -91,6 +91,18 @@ struct alignas(16) FewBlock {
   int32_t share;       // steps of every block but the last one
   int32_t unused[2];
   PlannedSequence sequence;
+};
+
+// How the work with few queries is divided.
+struct FewShape {
+  int32_t num_blocks;       // thread blocks of each KV head; 0: no engine for few queries
+  int32_t num_lone_blocks;  // so many of these have a multiprocessor each; 0 where all do
+  int32_t q_tile_rows;
+  // Neighbouring KV heads that a thread block has at a time: see TogetherHeads. If there are two, a
+  // problem's num_kv_heads counts pairs, and its group_size is that of a pair.
+  int32_t heads_together = 1;
+  bool many_short;  // there are many sequences, which may be short
+  bool combines;    // the thread blocks combine what they computed
 };
 
 // What decides how the q tiles of many queries are listed.
@@ -205,11 +217,8 @@ struct PlanProblem {
   Window window;
   int32_t group_size;
   RoleRules roles;
-  bool few_combines;  // the thread blocks of the engine for few queries combine what they computed
   bool want_slots;
-  int32_t num_few_blocks;   // per KV head
-  int32_t num_lone_blocks;  // so many of these have a multiprocessor each; 0 where all do
-  int32_t few_q_tile_rows;  // rows of a q tile of few queries
+  FewShape few;
   ManyShape many;
   int32_t* plan;
 

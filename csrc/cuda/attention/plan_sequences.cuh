@@ -241,7 +241,7 @@ __device__ inline int LeastFewShare(const PlannedSequence& s, int group_size, in
 struct FewShare {
   int total, num_lone_blocks, equal;
 
-  // lone_blocks: as num_lone_blocks in PlanProblem; 0 for engines whose blocks do not combine.
+  // lone_blocks: as num_lone_blocks in FewShape.
   __device__ FewShare(int all_steps, int equal_share, int least, int lone_blocks)
       : total(all_steps), num_lone_blocks(lone_blocks), equal(max(max(equal_share, least), 1)) {
     constexpr int kMostAlone = 16;  // with more steps two blocks hide more of each other's waiting

@@ -75,9 +75,8 @@ struct Problem {
   Window window;
   int32_t num_tokens, num_heads, num_kv_heads, group_size;
   FastDivide by_group_size;
-  int32_t block_shift;      // log2 of the block size if that is a power of two, else -1
-  int32_t num_few_blocks;   // per KV head, as in the plan; 0: no engine for few queries
-  int32_t few_q_tile_rows;  // likewise
+  int32_t block_shift;  // log2 of the block size if that is a power of two, else -1
+  FewShape few;
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
   // The most bytes of keys and values that strides, addresses and head sizes allow to copy at a
   // time: 16, 8 or 4; 0 if single elements have to be loaded.
@@ -131,6 +130,15 @@ struct Problem {
     *token = j - page * block_table.block_size;
     *block = Entry(block_table, index, page);
     return IsSound(block_table, *block);
+  }
+
+  // Of the query heads that a thread block for few queries has together: whether one belongs to the
+  // second KV head of a pair, and its KV head.
+  __device__ bool IsOfSecondHead(int of_group) const {
+    return few.heads_together > 1 && 2 * of_group >= group_size;
+  }
+  __device__ int KvHeadOf(int kv_head, int of_group) const {
+    return kv_head * few.heads_together + (IsOfSecondHead(of_group) ? 1 : 0);
   }
 
   // What the dot products are multiplied by, before the softcap.

@@ -141,7 +141,7 @@ flashxla_status LaunchSimtSplit(const Problem& p, void* workspace, cudaStream_t 
     constexpr bool kFp8 = decltype(is_fp8)::value;
     constexpr int kBytes = Layout<kDims, kFp8>::kBytes;
     auto* kernel = SimtSplitKernel<kDims, kFp8>;
-    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps, kBytes, stream, p,
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.few.num_blocks), 32 * kWarps, kBytes, stream, p,
                     SplitWorkspace(p, workspace));
   });
   return FLASHXLA_OK;

@@ -213,7 +213,7 @@ flashxla_status LaunchSplit(const Problem& p, void* workspace, cudaStream_t stre
     constexpr bool kFp8 = decltype(is_fp8)::value;
     constexpr int kBytes = Shared<kDims, kFp8>::kBytes;
     auto* kernel = SplitKernel<T, kDims, kFp8>;
-    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), 32 * kWarps, kBytes, stream, p,
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.few.num_blocks), 32 * kWarps, kBytes, stream, p,
                     SplitWorkspace(p, workspace));
   });
   return FLASHXLA_OK;

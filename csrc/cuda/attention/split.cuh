@@ -20,13 +20,19 @@ constexpr int FewBlocksEach(int dims, int q_tile_rows) {
   return dims > 128 || q_tile_rows > 64 ? 1 : 2;
 }
 
+// The same of swap where there are many sequences, which may be short.
+constexpr int kManyShortBlocksEach = 3;
+
+// Of heads that swap has two at a time.
+constexpr int kPairedHeadSize = 96;
+
 // A partial result of a q tile: floats [rows][dims] that are not normalized yet, then the rows'
 // row_max (in log2) and row_sum.
 struct PartialShape {
   int32_t rows, dims;
 
   explicit PartialShape(const Problem& p)
-      : rows(p.few_q_tile_rows), dims(IsFp8(p.kv_dtype) ? 128 : 64) {
+      : rows(p.few.q_tile_rows), dims(IsFp8(p.kv_dtype) ? 128 : 64) {
     if (p.LargerHeadSize() > dims) dims = CombinedHeadSizes::Bucket(p.LargerHeadSize());
   }
   __host__ __device__ int64_t row_max() const { return int64_t{rows} * dims; }
@@ -55,13 +61,13 @@ struct SplitWorkspace {
   int32_t blocks;  // per KV head
 
   SplitWorkspace(const Problem& p, void* workspace)
-      : partials(static_cast<float*>(workspace)), shape(p), blocks(p.num_few_blocks) {
+      : partials(static_cast<float*>(workspace)), shape(p), blocks(p.few.num_blocks) {
     tiles = reinterpret_cast<SplitTile*>(partials + 2 * p.num_kv_heads * blocks * shape.floats());
     flags = reinterpret_cast<uint64_t*>(tiles + p.num_kv_heads * blocks);
   }
 
   static int64_t Bytes(const Problem& p) {
-    return int64_t{p.num_kv_heads} * p.num_few_blocks *
+    return int64_t{p.num_kv_heads} * p.few.num_blocks *
            (2 * PartialShape(p).floats() * int64_t{sizeof(float)} + int64_t{sizeof(SplitTile)} +
             2 * int64_t{sizeof(uint64_t)});
   }
@@ -123,7 +129,7 @@ struct Cursor {
 
   __device__ void Next(const Problem& p) {
     if (++step != tile_end || step == end) return;
-    first_row += p.few_q_tile_rows;
+    first_row += p.few.q_tile_rows;
     if (first_row >= sequence.num_queries * p.group_size) {
       first_row = 0;
       do {

@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   if (!w.p.few_follows) WaitForPrevious();
   SequenceList sequences = w.p.plan.sequences;
   FewBlock block;
-  if (w.p.makes_plan) {
+  const bool own_plan = S::kMakesPlan && w.p.makes_plan;
+  if (own_plan) {
     block = FromFirstLane(MakeOwnPlan(w, shared, blockIdx.y));
     sequences = shared.sequences();
   } else {
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     if (warp == S::kConsumerWarps && works) SwapProduce(w, shared, sequences, block, kv_head);
     if (warp == S::kThreads / 32 - 1) {
       const int first = blockIdx.y * gridDim.x + kv_head, count = gridDim.x * gridDim.y;
-      w.p.makes_plan ? StoreIdleTokens(w.p, shared.sequences(), first, count)
-                     : StoreIdleTokens(w.p, first, count);
+      own_plan ? StoreIdleTokens(w.p, shared.sequences(), first, count)
+               : StoreIdleTokens(w.p, first, count);
     }
   } else {
     if constexpr (S::kMoveRegisters) RaiseRegisters<224>();
@@ -166,11 +167,17 @@ void WithShape(const Problem& p, Body&& body) {
     using Out = typename decltype(out)::type;
     constexpr int kDims = decltype(dims)::value;
     constexpr bool kFp8 = decltype(fp8)::value;
-    if (p.few_q_tile_rows == kSplitQTileRows) {
+    if constexpr (kDims <= 128 && !kFp8) {
+      if (p.few.many_short) {
+        return body(
+            Type<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows, SwapKind::kManyShort>>{});
+      }
+    }
+    if (p.few.q_tile_rows == kSplitQTileRows) {
       return body(Type<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows>>{});
     }
     if constexpr (kDims <= 128) {
-      if (p.few_q_tile_rows == kSwapMidRows) {
+      if (p.few.q_tile_rows == kSwapMidRows) {
         return body(Type<SwapShape<Product, Out, kDims, kFp8, kSwapMidRows>>{});
       }
     }
@@ -186,6 +193,10 @@ void WithShape(const Problem& p, Body&& body) {
       return with_rows(product, out, std::integral_constant<int, 256>{}, std::true_type{});
     }
     const std::false_type fp8;
+    if (p.few.heads_together > 1) {
+      using Out = typename decltype(out)::type;
+      return body(Type<SwapShape<Out, Out, 128, false, kSplitQTileRows, SwapKind::kPairs>>{});
+    }
     if (dims <= 64) return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
     if (dims <= 128) return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);
     with_rows(out, out, std::integral_constant<int, 256>{}, fp8);
@@ -198,8 +209,7 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.p = p;
   w.box_keys = KeysOfBox(p, kFewKvTileKeys);
   w.tag = NewCallTag();
-  w.num_blocks = FastDivide(p.num_few_blocks);
-  w.num_lone_blocks = NumLoneBlocks(p);
+  w.num_blocks = FastDivide(p.few.num_blocks);
   w.q_vectors = ElementSize(p.q_dtype) == 2 && p.k.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
   w.out_vectors = p.v.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
   const int columns = IsFp8(p.kv_dtype) ? 128 : 64;
@@ -210,7 +220,7 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   WithShape(p, [&](auto shape) {
     using S = typename decltype(shape)::type;
     auto* kernel = SwapKernel<S>;
-    LaunchDependent(kernel, dim3(p.num_kv_heads, p.num_few_blocks), S::kThreads, S::kBytes, stream,
+    LaunchDependent(kernel, dim3(p.num_kv_heads, p.few.num_blocks), S::kThreads, S::kBytes, stream,
                     w, SplitWorkspace(p, workspace));
   });
   return FLASHXLA_OK;

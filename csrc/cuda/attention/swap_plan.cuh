@@ -69,8 +69,8 @@ __device__ FewBlock MakeOwnPlan(const SwapProblem& w, const SwapShared<S>& share
   if (lane < kWarps) all = shared.totals()[lane];
   all = all.OfWarp();
   const int total = all.steps;
-  const FewShare shares(total, w.num_blocks.Quotient(total + p.num_few_blocks - 1), all.least,
-                        w.num_lone_blocks);
+  const FewShare shares(total, w.num_blocks.Quotient(total + p.few.num_blocks - 1), all.least,
+                        p.few.num_lone_blocks);
   const int share = all.most_steps == all.fewest_steps
                         ? shares.Whole(sequences[0].num_kv_tiles, true)
                         : shares.equal;

@@ -25,7 +25,6 @@ struct SwapProblem {
   int box_keys;                 // keys per TMA box, which lies in one page
   bool q_vectors, out_vectors;  // queries can be read, outputs written, in vectors of 16 bytes
   FastDivide num_blocks;        // of a KV head
-  int num_lone_blocks;          // as in PlanProblem
   uint64_t tag;                 // what a flag of the workspace says in this call
 };
 
@@ -63,12 +62,21 @@ struct OwnTotals {
   }
 };
 
+enum class SwapKind {
+  kUsual,
+  kPairs,      // two heads of kPairedHeadSize at a time
+  kManyShort,  // with room for a third thread block, and none for a plan of its own
+};
+
 // Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
 // for bf16 queries with fp8 keys: fp8 is widened to f16.
 //
 // In shared memory keys, values and queries lie in blocks of columns, i.e. rows of 128 bytes with
 // TMA's swizzle. The weights, i.e. the keys' shares in the output, are [rows, keys].
-template <typename ProductType, typename OutType, int kHeadDims, bool kIsFp8, int kMostRows>
+//
+// Of a pair of heads a row of keys or values has the columns of both.
+template <typename ProductType, typename OutType, int kHeadDims, bool kIsFp8, int kMostRows,
+          SwapKind kKind = SwapKind::kUsual>
 struct SwapShape {
   using Product = ProductType;
   using Out = OutType;
@@ -88,21 +96,31 @@ struct SwapShape {
   static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
   static constexpr int kRowBytes = 128;
   static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
-  static constexpr int kBlocks = kDims / kBlockDims;
+  static constexpr bool kPairs = kKind == SwapKind::kPairs;
+  static constexpr int kBlocks = kPairs ? 2 * kPairedHeadSize / kBlockDims : kDims / kBlockDims;
+  // Steps of 16 columns of a head, and tiles of 64 columns of the output.
+  static constexpr int kColumnSteps = (kPairs ? kPairedHeadSize : kDims) / 16;
+  static constexpr int kOutTiles = kPairs ? kBlocks : kDims / 64;
   static constexpr int kBlockBytes = kFewKvTileKeys * kRowBytes;
   static constexpr int kHalfBytes = kBlocks * kBlockBytes;  // the keys of a stage, or the values
   static constexpr int kStageBytes = 2 * kHalfBytes;
   static constexpr int kQueryBytes = kGroupRows * kDims * 2;  // of a warpgroup
   static constexpr int kWeightBytes = kGroupRows * kRowBytes;
   using Rows = SwapRows<kGroupRows>;
-  static constexpr int kThreadBlocks = FewBlocksEach(kDims, kMaxRows);
+  static constexpr int kThreadBlocks =
+      kKind == SwapKind::kManyShort ? kManyShortBlocksEach : FewBlocksEach(kDims, kMaxRows);
+  static constexpr bool kMakesPlan = kKind != SwapKind::kManyShort;
   static constexpr int kMaxStages = 6;
   // Three barriers and two masks for each stage.
   static constexpr int kFixedBytes =
       kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 5 * 8 * kMaxStages +
-      kMaxOwnSequences * int{sizeof(PlannedSequence)} + kThreads / 32 * int{sizeof(OwnTotals)};
-  static constexpr int kBudget = kThreadBlocks == 2 ? 113 * 1024 : 227 * 1024;
-  static constexpr int kStages = std::min((kBudget - kFixedBytes) / kStageBytes, kMaxStages);
+      (kMakesPlan ? kMaxOwnSequences * int{sizeof(PlannedSequence)} : 0) +
+      kThreads / 32 * int{sizeof(OwnTotals)};
+  static constexpr int kBudget = 228 * 1024 / kThreadBlocks - 1024;
+  // More on the way at a time than this make memory slower.
+  static constexpr int kMostStageBytes = (kThreadBlocks > 1 ? 64 : 128) * 1024;
+  static constexpr int kStages = std::min({(kBudget - kFixedBytes) / kStageBytes,
+                                           std::max(kMostStageBytes / kStageBytes, 2), kMaxStages});
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 2);
 };

@@ -59,13 +59,14 @@ __device__ void ZeroValues(const SwapShared<S>& shared, int stage) {
   const uint64_t stale = shared.stale(stage);
   if (stale == 0) return;
   constexpr int kChunks = S::kRowBytes / 16, kVectors = S::kBlocks * kChunks;  // of a key
+  constexpr int kAtOnce = S::kConsumerThreads / kVectors;                      // keys
   const int vector = threadIdx.x % kVectors, end = 64 - __clzll(static_cast<int64_t>(stale));
   char* to = shared.stage_data(stage) + S::kHalfBytes + vector / kChunks * S::kBlockBytes +
              vector % kChunks * 16;
 #pragma unroll 1
   for (int key = __ffsll(static_cast<int64_t>(stale)) - 1 + threadIdx.x / kVectors; key < end;
-       key += S::kConsumerThreads / kVectors) {
-    if (stale >> key & 1) {
+       key += kAtOnce) {
+    if (stale >> key & 1 && threadIdx.x < kAtOnce * kVectors) {
       *reinterpret_cast<uint4*>(to + key * S::kRowBytes) = make_uint4(0, 0, 0, 0);
     }
   }
@@ -79,7 +80,7 @@ template <typename S, int kRows>
 struct SwapTile {
   using T = typename S::Product;
   static constexpr int kOwn = kRows / 4;
-  static constexpr int kOutTiles = S::kDims / 64;
+  static constexpr int kOutTiles = S::kOutTiles;
   // A row's scores are relative to its base, which follows its largest score only if that exceeds
   // it by this much (log2). So the sums are rarely rescaled.
   static constexpr float kSlack = 8.f;
@@ -92,6 +93,8 @@ struct SwapTile {
   float limit[kOwn];                // base + kSlack; -inf as long as the row has seen no key
   float sum[kOwn];                  // this thread's share
   float scale;                      // factor of the dot products; includes log2(e) if plain
+  float second_scale;               // the same of a pair's second head
+  bool second[kOwn];                // whether a row is of that
   int begin_all, end_all;           // keys that all rows see
   bool plain;                       // no softcap, no ALiBi
 
@@ -141,7 +144,13 @@ struct SwapTile {
     WaitCopies<0>();
     FenceProxy();
     SyncGroup();
-    scale = p.ScoreScale(at.index, kv_head) * (plain ? kLog2e : 1.f);
+    const float unit = plain ? kLog2e : 1.f;
+    scale = p.ScoreScale(at.index, p.KvHeadOf(kv_head, 0)) * unit;
+    if constexpr (S::kPairs) {
+      second_scale = p.ScoreScale(at.index, p.KvHeadOf(kv_head, p.group_size - 1)) * unit;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) second[i] = IsSecond(p, RowOf(i));
+    }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) limit[i] = -INFINITY, sum[i] = 0.f;
 #pragma unroll
@@ -185,14 +194,32 @@ struct SwapTile {
       if constexpr (kWidenEarly) await_values(), widen_values();
     } else {
       const uint64_t descriptor = MatrixDescriptor(keys, 0);
-      FenceMatrix();
+      // Of all rows, and of the keys' columns from step `first` of 16 on.
+      auto start = [&](float (&c)[kRows / 2], int first) {
 #pragma unroll
-      for (int k = 0; k < S::kDims / 16; ++k) {
-        MatrixProduct<T, kRows>::template Start<false, false>(
-            score, After(descriptor, k / 4 * S::kBlockBytes + k % 4 * 32),
-            After(queries, QueryOffset(k)), k > 0);
+        for (int k = 0; k < S::kColumnSteps; ++k) {
+          const int step = first + k;
+          MatrixProduct<T, kRows>::template Start<false, false>(
+              c, After(descriptor, step / 4 * S::kBlockBytes + step % 4 * 32),
+              After(queries, QueryOffset(k)), k > 0);
+        }
+      };
+      FenceMatrix();
+      start(score, 0);
+      if constexpr (S::kPairs) {
+        float other[kRows / 2];
+        start(other, S::kColumnSteps);
+        CommitMatrix();
+        WaitMatrix<0>();
+        Pin(other);
+        Pin(score);
+#pragma unroll
+        for (int e = 0; e < kRows / 2; ++e) {
+          score[e] = second[OwnOf(e)] ? other[e] * second_scale : score[e] * scale;
+        }
+      } else {
+        CommitMatrix();
       }
-      CommitMatrix();
     }
     WaitMatrix<0>();
     Pin(score);
@@ -247,7 +274,8 @@ struct SwapTile {
         end.sink = p.Sink(place.y);
         p.StoreLse(place.x, place.y, end);
       }
-      rows.factor[thread()] = end.Factor() * p.ValueScale(at.index, kv_head);
+      rows.factor[thread()] =
+          end.Factor() * p.ValueScale(at.index, p.KvHeadOf(kv_head, OfGroup(p, thread())));
     }
     SyncGroup();
     using Out = typename S::Out;
@@ -267,20 +295,22 @@ struct SwapTile {
           for (int half = 0; half < 2; ++half) {
             const float* x = &out[tile][2 * half];
             const uint32_t pair = Turned(Pack<Out>(x[0] * factors[0], x[1] * factors[1]));
-            const int d = tile * 64 + half * 8 + first;
-            if (row < num_rows && d < p.v.head_size) *reinterpret_cast<uint32_t*>(to + d) = pair;
+            const int d = tile * 64 + half * 8 + first - FirstColumn(p, row);
+            if (row < num_rows && d >= 0 && d < p.v.head_size) {
+              *reinterpret_cast<uint32_t*>(to + d) = pair;
+            }
           }
         }
         return;
       }
     }
-    if (!w.out_vectors) {
+    if (S::kPairs || !w.out_vectors) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         if (RowOf(i) >= num_rows) continue;
         const float factor = rows.factor[RowOf(i)];
         Out* to = row_of(RowOf(i));
-        ForEachDim(i, [&](int d, float x) {
+        ForEachDim(p, i, [&](int d, float x) {
           if (d < p.v.head_size) to[d * p.out.stride_dim] = static_cast<Out>(x * factor);
         });
       }
@@ -328,7 +358,7 @@ struct SwapTile {
     for (int i = 0; i < kOwn; ++i) {
       if (RowOf(i) >= RowsOf(p, at)) continue;
       float* to = partial + (group * kRows + RowOf(i)) * shape.dims;
-      ForEachDim(i, [&](int d, float x) { to[d] = x; });
+      ForEachDim(p, i, [&](int d, float x) { to[d] = x; });
     }
   }
 
@@ -336,7 +366,12 @@ struct SwapTile {
   __device__ float row_max(int i) const { return limit[i] - kSlack; }
   __device__ float BaseOf(int i) const { return limit[i] == -INFINITY ? 0.f : limit[i] - kSlack; }
 
-  // The token and the head of a row of this warpgroup.
+  // Which of the query heads of a token a row of this warpgroup belongs to.
+  __device__ int OfGroup(const Problem& p, int row) const {
+    const int place = first_row + row;
+    return place - static_cast<int>(p.by_group_size.Quotient(place)) * p.group_size;
+  }
+  // The token and the head of a row.
   __device__ int2 PlaceOf(const SwapProblem& w, const Cursor& at, int kv_head, int row) const {
     const int place = first_row + row, query = w.p.by_group_size.Quotient(place);
     return make_int2(at.sequence.first_query + query,
@@ -359,15 +394,25 @@ struct SwapTile {
     return x;
   }
 
+  // Whether a row is of a pair's second head, and the column of out^T where its head begins.
+  __device__ bool IsSecond(const Problem& p, int row) const {
+    return S::kPairs && p.IsOfSecondHead(OfGroup(p, row));
+  }
+  __device__ int FirstColumn(const Problem& p, int row) const {
+    return IsSecond(p, row) ? kPairedHeadSize : 0;
+  }
+
   template <typename Body>
-  __device__ void ForEachDim(int i, Body&& body) const {
+  __device__ void ForEachDim(const Problem& p, int i, Body&& body) const {
+    const int first = FirstColumn(p, RowOf(i));
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int d = S::kFp8 ? SwapValueDim(tile, warp, lane / 4, half)
                               : tile * 64 + warp * 16 + lane / 4 + half * 8;
-        body(d, out[tile][i / 2 * 4 + half * 2 + i % 2]);
+        if (S::kPairs && (d < first || d >= first + kPairedHeadSize)) continue;
+        body(d - first, out[tile][i / 2 * 4 + half * 2 + i % 2]);
       }
     }
   }
@@ -500,7 +545,7 @@ struct SwapTile {
     const int key_row = warp * 16 + (S::kFp8 ? SwapKey(lane / 4) : lane / 4);
 #pragma unroll
     for (int e = 0; e < kRows / 2; ++e) {
-      score[e] *= S::kFp8 ? scale * rows.power[RowOf(OwnOf(e))] : scale;
+      if (!S::kPairs) score[e] *= S::kFp8 ? scale * rows.power[RowOf(OwnOf(e))] : scale;
     }
     if constexpr (kRows <= 16) {
       if (!plain || masked) Adjust(p, rows, plain, masked, first, key_row, mask, score);

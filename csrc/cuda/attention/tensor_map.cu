@@ -111,14 +111,16 @@ bool MapQueries(const Problem& p, int box_columns, int box_heads, int box_tokens
 
 bool MapCache(const Problem& p, const Cache& c, int columns, int keys, bool once,
               CUtensorMap* map) {
-  const int64_t sizes[4] = {c.head_size, p.num_kv_heads, p.block_table.block_size,
+  const int64_t together = p.few.heads_together;
+  const int64_t sizes[4] = {c.head_size * together, p.num_kv_heads, p.block_table.block_size,
                             p.block_table.num_blocks};
-  const int64_t strides[4] = {1, c.stride_head, c.stride_token, c.stride_block};
+  const int64_t strides[4] = {1, c.stride_head * together, c.stride_token, c.stride_block};
   const int box[4] = {columns, 1, keys, 1};
   // What L2 brings from memory at a time. Of keys that are read once it is at most a row: a part of
   // the next row may be lost before it is wanted.
   const bool long_rows = c.head_size * ElementSize(p.kv_dtype) % 256 == 0;
-  const CUtensorMapL2promotion promotion = !once       ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+  const CUtensorMapL2promotion promotion = !once || together > 1
+                                               ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                            : long_rows ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
                                                        : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   return MakeTensorMap(c.data, p.kv_dtype, 4, sizes, strides, box, promotion, map);
