@@ -333,9 +333,11 @@ def few_call(rng: Rng) -> Call:
 
 
 def pairs_call(rng: Rng) -> Call:
-    """swap, two heads of 96 at a time: they lie side by side, with room for much to read."""
+    """swap, two heads of 80 or 96 at a time: they lie side by side, with room for much to read."""
     group = int(pick(rng, 1, 2, 3, 4, 8))
-    sizes = sixteen_bits(rng, few_queries(rng))._replace(dim=96, kv_heads=int(pick(rng, 2, 4)), group=group)
+    sizes = sixteen_bits(rng, few_queries(rng))._replace(
+        dim=int(pick(rng, 80, 96)), kv_heads=int(pick(rng, 2, 4)), group=group
+    )
     len_q = rng.integers(0, 8 // group + 1, len(sizes.len_q))
     sizes = sizes._replace(len_q=len_q, len_k=lengths(rng, len_q, 1000), page=int(pick(rng, 8, 16, 24, 64)))
     call = driver.attention_call(rng, sizes)

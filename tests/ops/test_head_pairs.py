@@ -1,4 +1,4 @@
-"""Few queries with heads of 96, of which a thread block of `swap` has two neighbouring ones at a time.
+"""Few queries with heads of 80 and 96, of which a thread block of `swap` has two neighbouring ones at a time.
 
 Their keys lie side by side, and a thread block computes more with both than each head wants. On a CPU the same cases
 meet the kernels there.
@@ -44,6 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"descale": "H", "heads": (8, 8), "window": (100, -1)},
     {"scale": 0.0, "leftpad": True},
 ]
+SETTINGS += [setting | {"dim": 80} for setting in SETTINGS]
 # Whose heads are not taken two by two: their number is odd, they have too many rows, or they do not lie side by side.
 ALONE: list[dict[str, Any]] = [
     {"heads": (9, 3)},
@@ -52,7 +53,8 @@ ALONE: list[dict[str, Any]] = [
     {"layout": "HND"},
     {"layout": "interleaved"},
     {"cache": "e4m3"},
-    {"dim": 80},
+    {"dim": 88},
+    {"v_dim": 80},
     {"v_dim": 128},
 ]
 
@@ -115,7 +117,7 @@ def test_many_sequences(frontend: Frontend, rng: np.random.Generator, size: int)
     lens = tuple(
         (int(q), int(k)) for q, k in zip(rng.integers(0, 3, size), rng.integers(0, 150, size), strict=True)
     )
-    case = dataclasses.replace(PAIRS, lens=lens, heads=(4, 2))
+    case = dataclasses.replace(PAIRS, lens=lens, heads=(4, 2), dim=int(rng.choice([80, 96])))
     function, arguments = call_with_bound(rng, case)
     arguments = with_room(arguments | {"max_seqlen_q": 2}, case)
     assert_together(frontend, function, arguments, True)
@@ -124,9 +126,12 @@ def test_many_sequences(frontend: Frontend, rng: np.random.Generator, size: int)
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("head", range(4))
-def test_what_a_neighbour_holds(frontend: Frontend, rng: np.random.Generator, name: str, head: int) -> None:
+@pytest.mark.parametrize("dim", [80, 96])
+def test_what_a_neighbour_holds(
+    frontend: Frontend, rng: np.random.Generator, name: str, head: int, dim: int
+) -> None:
     """NaN and infinity in a head's keys or values change the results of no other head."""
-    case = dataclasses.replace(PAIRS, heads=(8, 4), page=None)
+    case = dataclasses.replace(PAIRS, heads=(8, 4), dim=dim, page=None)
     function, arguments = call_with_bound(rng, case)
     arguments = with_room(arguments, case)
     before, lse_before = check(frontend, function, arguments)

@@ -37,10 +37,9 @@ int SwapQTileRows(int64_t most_rows, int head_size) {
 // is worth the longer steps where there is much to read.
 int TogetherHeads(const Facts& facts, int64_t most_rows) {
   const Problem& p = facts.problem;
-  const bool side_by_side = p.k.head_size == kPairedHeadSize && p.v.head_size == kPairedHeadSize &&
-                            p.k.stride_head == kPairedHeadSize &&
-                            p.v.stride_head == kPairedHeadSize && p.num_kv_heads % 2 == 0 &&
-                            !IsFp8(p.kv_dtype);
+  const bool side_by_side = IsPairedHeadSize(p.k.head_size) && p.v.head_size == p.k.head_size &&
+                            p.k.stride_head == p.k.head_size && p.v.stride_head == p.v.head_size &&
+                            p.num_kv_heads % 2 == 0 && !IsFp8(p.kv_dtype);
   constexpr double kLeastKeys = 1 << 17;  // of all heads: 50 MB with their values
   const int64_t tables = p.block_table.data != nullptr ? facts.num_sequences : 1;
   const double keys =

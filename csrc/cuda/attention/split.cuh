@@ -23,8 +23,8 @@ constexpr int FewBlocksEach(int dims, int q_tile_rows) {
 // The same of swap where there are many sequences, which may be short.
 constexpr int kManyShortBlocksEach = 3;
 
-// Of heads that swap has two at a time.
-constexpr int kPairedHeadSize = 96;
+// Of heads that swap may take two at a time.
+constexpr bool IsPairedHeadSize(int dims) { return dims == 80 || dims == 96; }
 
 // A partial result of a q tile: floats [rows][dims] that are not normalized yet, then the rows'
 // row_max (in log2) and row_sum.

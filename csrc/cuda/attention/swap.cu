@@ -195,7 +195,12 @@ void WithShape(const Problem& p, Body&& body) {
     const std::false_type fp8;
     if (p.few.heads_together > 1) {
       using Out = typename decltype(out)::type;
-      return body(Type<SwapShape<Out, Out, 128, false, kSplitQTileRows, SwapKind::kPairs>>{});
+      auto with_pairs = [&](auto kind) {
+        body(Type<SwapShape<Out, Out, 128, false, kSplitQTileRows, decltype(kind)::value>>{});
+      };
+      return p.k.head_size == 80
+                 ? with_pairs(std::integral_constant<SwapKind, SwapKind::kPairsOf80>{})
+                 : with_pairs(std::integral_constant<SwapKind, SwapKind::kPairsOf96>{});
     }
     if (dims <= 64) return with_rows(out, out, std::integral_constant<int, 64>{}, fp8);
     if (dims <= 128) return with_rows(out, out, std::integral_constant<int, 128>{}, fp8);

@@ -64,7 +64,8 @@ struct OwnTotals {
 
 enum class SwapKind {
   kUsual,
-  kPairs,      // two heads of kPairedHeadSize at a time
+  kPairsOf80,  // two heads of so many dims at a time
+  kPairsOf96,
   kManyShort,  // with room for a third thread block, and none for a plan of its own
 };
 
@@ -96,10 +97,15 @@ struct SwapShape {
   static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
   static constexpr int kRowBytes = 128;
   static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
-  static constexpr bool kPairs = kKind == SwapKind::kPairs;
-  static constexpr int kBlocks = kPairs ? 2 * kPairedHeadSize / kBlockDims : kDims / kBlockDims;
+  // Of a pair's heads; 0 if there are none.
+  static constexpr int kPairedDims = kKind == SwapKind::kPairsOf80   ? 80
+                                     : kKind == SwapKind::kPairsOf96 ? 96
+                                                                     : 0;
+  static constexpr bool kPairs = kPairedDims > 0;
+  static constexpr int kBlocks =
+      kPairs ? (2 * kPairedDims + kBlockDims - 1) / kBlockDims : kDims / kBlockDims;
   // Steps of 16 columns of a head, and tiles of 64 columns of the output.
-  static constexpr int kColumnSteps = (kPairs ? kPairedHeadSize : kDims) / 16;
+  static constexpr int kColumnSteps = (kPairs ? kPairedDims : kDims) / 16;
   static constexpr int kOutTiles = kPairs ? kBlocks : kDims / 64;
   static constexpr int kBlockBytes = kFewKvTileKeys * kRowBytes;
   static constexpr int kHalfBytes = kBlocks * kBlockBytes;  // the keys of a stage, or the values

@@ -399,7 +399,7 @@ struct SwapTile {
     return S::kPairs && p.IsOfSecondHead(OfGroup(p, row));
   }
   __device__ int FirstColumn(const Problem& p, int row) const {
-    return IsSecond(p, row) ? kPairedHeadSize : 0;
+    return IsSecond(p, row) ? S::kPairedDims : 0;
   }
 
   template <typename Body>
@@ -411,7 +411,7 @@ struct SwapTile {
       for (int half = 0; half < 2; ++half) {
         const int d = S::kFp8 ? SwapValueDim(tile, warp, lane / 4, half)
                               : tile * 64 + warp * 16 + lane / 4 + half * 8;
-        if (S::kPairs && (d < first || d >= first + kPairedHeadSize)) continue;
+        if (S::kPairs && (d < first || d >= first + S::kPairedDims)) continue;
         body(d - first, out[tile][i / 2 * 4 + half * 2 + i % 2]);
       }
     }
