@@ -131,6 +131,7 @@ DECODE_MORE = (
     *changed(
         _WIDE,
         {
+            "head size 80": {"dim": 80},
             "head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)},
             "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
         },

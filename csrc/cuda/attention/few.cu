@@ -33,14 +33,15 @@ int SwapQTileRows(int64_t most_rows, int head_size) {
 }
 
 // How many neighbouring KV heads a thread block of swap should have at a time. Keys come in lines
-// of 128 bytes: a row of 192 takes as many requests as one of 256, and two such rows three. That
-// is worth the longer steps where there is much to read.
+// of 128 bytes: a row of 192 takes as many requests as one of 256, and two such rows three; rows of
+// 160 take two each, and two rows three. That is worth the longer steps where there is much to
+// read.
 int TogetherHeads(const Facts& facts, int64_t most_rows) {
   const Problem& p = facts.problem;
   const bool side_by_side = IsPairedHeadSize(p.k.head_size) && p.v.head_size == p.k.head_size &&
                             p.k.stride_head == p.k.head_size && p.v.stride_head == p.v.head_size &&
                             p.num_kv_heads % 2 == 0 && !IsFp8(p.kv_dtype);
-  constexpr double kLeastKeys = 1 << 17;  // of all heads: 50 MB with their values
+  constexpr double kLeastKeys = 1 << 17;  // of all heads: 40 to 50 MB with their values
   const int64_t tables = p.block_table.data != nullptr ? facts.num_sequences : 1;
   const double keys =
       static_cast<double>(tables) * static_cast<double>(facts.capacity) * p.num_kv_heads;
