@@ -64,6 +64,7 @@ def values() -> dict[str, str]:
         "grown_gpu": content["device"]["name"],
         "gpu_growth_table": tables.growth(Run("h200-growth")),
         **_decode(sections["decode"]),
+        **_later(Run("h100-prefill"), Run("h100-decode")),
         **_plan(Run("h200-plan")),
         **_step(Run("h200-step")),
         "steps_in_jax_today_table": tables.steps_in_jax_today(Run("h200-step-jax")),
@@ -101,6 +102,17 @@ def _decode(run: Run) -> dict[str, str]:
         "gpu_decode_table": tables.gpu(run, _DECODE, ".2f", best=True),
         "fp8_ratios": between(fp8),
         "fp8_saves": claim(max(fp8) < 0.75, "it saves memory, and time"),
+    }
+
+
+def _later(prefill: Run, decode: Run) -> dict[str, str]:
+    ceilings = [run.content["ceilings"] for run in (prefill, decode)]
+    return {
+        "later_gpu": prefill.content["device"]["name"],
+        "later_copy": between(one["copy"]["rate"] for one in ceilings),
+        "later_matmul": between((one["matmul"]["rate"] for one in ceilings), ".0f"),
+        "later_prefill_table": tables.gpu(prefill, _PREFILL, ".0f", best=True),
+        "later_decode_table": tables.gpu(decode, _DECODE, ".2f", best=True),
     }
 
 
