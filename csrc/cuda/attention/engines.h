@@ -54,10 +54,9 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length);
 ManyShape WideWork(const Problem& problem);
 // Whether wide's thread blocks have room for a plan that they make themselves.
 bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens);
-// How swap divides its work if no sequence has more than `most_rows` rows per KV head, or if any
-// may
-// (-1); and how the other engines for few queries divide it.
+// How swap divides its work if no sequence has more than `most_rows` rows per KV head; -1: any may.
 FewShape SwapWork(const Facts& facts, int64_t most_rows);
+// The same of the other engines for few queries.
 FewShape SplitWork(const Problem& problem, int q_tile_rows);
 // Sets what a problem has of the engine for few queries.
 void SetFew(const FewShape& few, Problem* problem);

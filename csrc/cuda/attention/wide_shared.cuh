@@ -103,7 +103,8 @@ struct WideShape {
   static constexpr int kValueStages = kWidened && kDims <= 128 ? kStages - 1 : kStages;
   static constexpr int kQueryStages = kConsumers > 2 ? 2 : 1;
   // Keeps queries in registers, so that matrix instructions do not read them from shared memory
-  // each time. A softcap needs the registers itself.
+  // each time. With a softcap, and where the keys of q tiles are divided, the softmax makes better
+  // use of the registers.
   static constexpr bool kQueriesInRegisters =
       kDims <= 128 && !kWidened && kConsumers == 2 && !(kDirect && kScores == WideScores::kMore);
   static constexpr int kQueryBytes = kQTileRows * kBlocks * kWideRowBytes;
