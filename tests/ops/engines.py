@@ -23,6 +23,13 @@ def call_of(rng: Any, case: Case) -> tuple[str, Arguments]:
     return "flash_attn_varlen_func", flash_attn_arguments(rng, case)
 
 
+def call_with_bound(rng: Any, case: Case) -> tuple[str, Arguments]:
+    """A call that says how many queries a sequence has at most."""
+    function, arguments = call_of(rng, case)
+    arguments["max_seqlen_q"] = max(len_q for len_q, _ in case.lens)
+    return function, arguments
+
+
 def served_by(frontend: Frontend, function: str, arguments: Arguments) -> tuple[str, str] | None:
     """The engines of few and of many queries; None where the CUDA library is not installed."""
     if not native.is_installed("cuda"):

@@ -19,7 +19,7 @@ from tests import reference
 from tests.batches import Arguments, Case, spoil
 from tests.checks import assert_attention
 from tests.frontends import Frontend, TorchFrontend, map_arrays
-from tests.ops.engines import ONE_TENSOR, call_of, check_twice, served_by
+from tests.ops.engines import ONE_TENSOR, call_of, call_with_bound, check_twice, served_by
 from tests.ops.test_index_tensors import assert_paged, corruptions, inside, paged_arguments, seeds
 
 pytestmark = pytest.mark.gpu_engine
@@ -71,14 +71,6 @@ def many_engine(case: Case) -> str:
     if case.heads[0] // case.heads[1] * max(len_q for len_q, _ in case.lens) <= 64 or case.heads[0] >= 100:
         return "swap"  # there are none
     return "wide"
-
-
-def call_with_bound(rng: np.random.Generator, case: Case) -> tuple[str, Arguments]:
-    """A call that says how many queries a sequence has at most."""
-    function, arguments = call_of(rng, case)
-    if function == "paged_attention":
-        arguments["max_seqlen_q"] = max(len_q for len_q, _ in case.lens)
-    return function, arguments
 
 
 def check_served(frontend: Frontend, function: str, arguments: Arguments, case: Case) -> None:

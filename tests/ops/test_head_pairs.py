@@ -14,7 +14,7 @@ import pytest
 
 from tests.batches import Arguments, Case
 from tests.frontends import Frontend
-from tests.ops.engines import call_of, check, check_twice, serves_few
+from tests.ops.engines import call_with_bound, check, check_twice, serves_few
 
 pytestmark = pytest.mark.gpu_engine
 
@@ -41,6 +41,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"softcap": 3.0, "scale": -0.2},
     {"softcap": 5.0, "alibi": "SH", "descale": "SH"},
     {"descale": "SH", "heads": (6, 2)},
+    {"descale": "SH", "heads": (4, 2), "lens": LONG},  # parts are combined all at once
+    {"descale": "SH", "heads": (16, 2), "lens": LONG},  # and of more than 8 rows
     {"descale": "H", "heads": (8, 8), "window": (100, -1)},
     {"scale": 0.0, "leftpad": True},
 ]
@@ -57,13 +59,6 @@ ALONE: list[dict[str, Any]] = [
     {"v_dim": 80},
     {"v_dim": 128},
 ]
-
-
-def call_with_bound(rng: np.random.Generator, case: Case) -> tuple[str, Arguments]:
-    """A call that says how many queries a sequence has at most."""
-    function, arguments = call_of(rng, case)
-    arguments["max_seqlen_q"] = max(len_q for len_q, _ in case.lens)
-    return function, arguments
 
 
 def with_room(arguments: Arguments, case: Case) -> Arguments:
@@ -84,22 +79,14 @@ def assert_together(frontend: Frontend, function: str, arguments: Arguments, tog
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_pairs(frontend: Frontend, rng: np.random.Generator, setting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "together"), [*((s, True) for s in SETTINGS), *((s, False) for s in ALONE)], ids=str
+)
+def test_call(frontend: Frontend, rng: np.random.Generator, setting: dict[str, Any], together: bool) -> None:
     case = dataclasses.replace(PAIRS, **setting)
     function, arguments = call_with_bound(rng, case)
     arguments = with_room(arguments, case)
-    assert_together(frontend, function, arguments, True)
-    check_twice(frontend, function, arguments)
-
-
-@pytest.mark.frontends("torch")
-@pytest.mark.parametrize("setting", ALONE, ids=str)
-def test_alone(frontend: Frontend, rng: np.random.Generator, setting: dict[str, Any]) -> None:
-    case = dataclasses.replace(PAIRS, **setting)
-    function, arguments = call_with_bound(rng, case)
-    arguments = with_room(arguments, case)
-    assert_together(frontend, function, arguments, False)
+    assert_together(frontend, function, arguments, together)
     check_twice(frontend, function, arguments)
 
 

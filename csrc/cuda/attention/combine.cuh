@@ -73,11 +73,10 @@ struct CombinedRow {
 
   // row: in the q tile.
   __device__ void Store(const Problem& p, int kv_head, const SplitTile& tile, int row) const {
-    const int r = tile.first_row + row;
-    const int query = p.by_group_size.Quotient(r), token = tile.first_query + query;
-    const int of_group = r - query * p.group_size, head = kv_head * p.group_size + of_group;
+    const RowPlace place = p.PlaceOf(tile.first_query, kv_head, tile.first_row + row);
+    const int token = place.token, head = place.head;
     const RowEnd end = {row_max, row_sum, p.Sink(head)};
-    const float whole = end.Factor() * p.ValueScale(tile.index, p.KvHeadOf(kv_head, of_group));
+    const float whole = end.Factor() * p.ValueScale(tile.index, place.kv_head);
     if ((threadIdx.x & 31) == 0) p.StoreLse(token, head, end);
 #pragma unroll
     for (int i = 0; i < kEach; i += 2) {

@@ -62,7 +62,7 @@ void CountBlocks(int num_kv_heads, int blocks_each, FewShape* few) {
   const int multiprocessors = CurrentDevice() < 0 ? 0 : NumMultiprocessors();
   const int blocks = multiprocessors > 0 ? multiprocessors * blocks_each : kMaxFewBlocks;
   few->num_blocks = std::max(std::min(blocks, kMaxFewBlocks) / num_kv_heads, 1);
-  few->num_lone_blocks = blocks_each > 1 ? multiprocessors / num_kv_heads : 0;
+  few->num_lone_blocks = few->combines && blocks_each > 1 ? multiprocessors / num_kv_heads : 0;
 }
 
 int BucketOf(const Problem& p) { return UsualHeadSizes::Bucket(p.LargerHeadSize()); }

@@ -110,7 +110,7 @@ __device__ bool ReadQueries(const IndexTensors& index, int num_sequences,
 __device__ int StepsOfBlock(const PlanProblem& p, const SequenceTable& sequences,
                             const int32_t* starts, int total, int least) {
   const FewShare share(total, (total + p.few.num_blocks - 1) / p.few.num_blocks, least,
-                       p.few.combines ? p.few.num_lone_blocks : 0);
+                       p.few.num_lone_blocks);
   bool alike = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.index.num_sequences; i += NumThreads()) {

@@ -95,8 +95,9 @@ struct alignas(16) FewBlock {
 
 // How the work with few queries is divided.
 struct FewShape {
-  int32_t num_blocks;       // thread blocks of each KV head; 0: no engine for few queries
-  int32_t num_lone_blocks;  // so many of these have a multiprocessor each; 0 where all do
+  int32_t num_blocks;  // thread blocks of each KV head; 0: no engine for few queries
+  // So many of these have a multiprocessor each; 0 where all do, or where they do not combine.
+  int32_t num_lone_blocks;
   int32_t q_tile_rows;
   // Neighbouring KV heads that a thread block has at a time: see TogetherHeads. If there are two, a
   // problem's num_kv_heads counts pairs, and its group_size is that of a pair.

@@ -65,6 +65,11 @@ struct RowEnd {
   }
 };
 
+// The token, the query head and the KV head of a row.
+struct RowPlace {
+  int token, head, kv_head;
+};
+
 struct Problem {
   Rows q, out;
   int64_t q_bytes;  // from the first element to the last; 0 if some lie before the first
@@ -132,13 +137,13 @@ struct Problem {
     return IsSound(block_table, *block);
   }
 
-  // Of the query heads that a thread block for few queries has together: whether one belongs to the
-  // second KV head of a pair, and its KV head.
-  __device__ bool IsOfSecondHead(int of_group) const {
-    return few.heads_together > 1 && 2 * of_group >= group_size;
-  }
-  __device__ int KvHeadOf(int kv_head, int of_group) const {
-    return kv_head * few.heads_together + (IsOfSecondHead(of_group) ? 1 : 0);
+  // Where row `row` belongs of those that a thread block for few queries has of KV head kv_head, or
+  // of a pair: then kv_head counts pairs, and the place has the row's own KV head.
+  __device__ RowPlace PlaceOf(int first_query, int kv_head, int row) const {
+    const int query = by_group_size.Quotient(row), of_group = row - query * group_size;
+    const bool second = few.heads_together > 1 && 2 * of_group >= group_size;
+    return {first_query + query, kv_head * group_size + of_group,
+            kv_head * few.heads_together + (second ? 1 : 0)};
   }
 
   // What the dot products are multiplied by, before the softcap.

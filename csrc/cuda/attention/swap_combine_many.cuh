@@ -37,9 +37,8 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
   const float* const front = workspace.partial(kv_head, first_block, false);
   const int place = static_cast<int>(shape.floats());
   auto part = [&](int n) { return front + (n > 0 ? 2 * n : tile.back ? 1 : 0) * place; };
-  auto token_and_head = [&](int row) {
-    const int r = tile.first_row + row, query = p.by_group_size.Quotient(r);
-    return make_int2(tile.first_query + query, kv_head * p.group_size + r - query * p.group_size);
+  auto place_of = [&](int row) {
+    return p.PlaceOf(tile.first_query, kv_head, tile.first_row + row);
   };
 
   // What the parts of rows are multiplied by: [rows, stride], 0 where there is no part.
@@ -78,10 +77,10 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
     add(other_max, __shfl_xor_sync(kAllLanes, row_sum, step));
   }
   if (own < rows) {
-    const int2 at = token_and_head(own);
-    const RowEnd row_end = {row_max, row_sum, p.Sink(at.y)};
-    if (first_of_lane == 0) p.StoreLse(at.x, at.y, row_end);
-    const float whole = row_end.Factor() * p.ValueScale(tile.index, kv_head);
+    const RowPlace at = place_of(own);
+    const RowEnd row_end = {row_max, row_sum, p.Sink(at.head)};
+    if (first_of_lane == 0) p.StoreLse(at.token, at.head, row_end);
+    const float whole = row_end.Factor() * p.ValueScale(tile.index, at.kv_head);
     const float base = SoftmaxBase(row_max);
 #pragma unroll 1
     for (int n = first_of_lane; n < stride; n += lanes) {
@@ -127,9 +126,9 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int2 at = token_and_head(row_of(r));
-      Out* const to =
-          reinterpret_cast<Out*>(p.out.data) + at.x * p.out.stride_token + at.y * p.out.stride_head;
+      const RowPlace at = place_of(row_of(r));
+      Out* const to = reinterpret_cast<Out*>(p.out.data) + at.token * p.out.stride_token +
+                      at.head * p.out.stride_head;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int d = lane * 2 + i * 64;

@@ -145,9 +145,10 @@ struct SwapTile {
     FenceProxy();
     SyncGroup();
     const float unit = plain ? kLog2e : 1.f;
-    scale = p.ScoreScale(at.index, p.KvHeadOf(kv_head, 0)) * unit;
+    const int first_kv_head = S::kPairs ? 2 * kv_head : kv_head;
+    scale = p.ScoreScale(at.index, first_kv_head) * unit;
     if constexpr (S::kPairs) {
-      second_scale = p.ScoreScale(at.index, p.KvHeadOf(kv_head, p.group_size - 1)) * unit;
+      second_scale = p.ScoreScale(at.index, first_kv_head + 1) * unit;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) second[i] = IsSecond(p, RowOf(i));
     }
@@ -270,19 +271,19 @@ struct SwapTile {
     if (thread() < num_rows) {
       RowEnd end = {rows.row_max[thread()], SumOf(thread()), -INFINITY};
       if (p.sinks != nullptr || p.lse != nullptr) {  // most often neither
-        const int2 place = PlaceOf(w, at, kv_head, thread());
-        end.sink = p.Sink(place.y);
-        p.StoreLse(place.x, place.y, end);
+        const RowPlace place = PlaceOf(p, at, kv_head, thread());
+        end.sink = p.Sink(place.head);
+        p.StoreLse(place.token, place.head, end);
       }
-      rows.factor[thread()] =
-          end.Factor() * p.ValueScale(at.index, p.KvHeadOf(kv_head, OfGroup(p, thread())));
+      const int own = S::kPairs ? PlaceOf(p, at, kv_head, thread()).kv_head : kv_head;
+      rows.factor[thread()] = end.Factor() * p.ValueScale(at.index, own);
     }
     SyncGroup();
     using Out = typename S::Out;
     auto row_of = [&](int row) {
-      const int2 place = PlaceOf(w, at, kv_head, row);
-      return reinterpret_cast<Out*>(p.out.data) + place.x * p.out.stride_token +
-             place.y * p.out.stride_head;
+      const RowPlace place = PlaceOf(p, at, kv_head, row);
+      return reinterpret_cast<Out*>(p.out.data) + place.token * p.out.stride_token +
+             place.head * p.out.stride_head;
     };
     if constexpr (kRows == 8 && !S::kFp8) {
       if (w.out_vectors) {
@@ -366,16 +367,8 @@ struct SwapTile {
   __device__ float row_max(int i) const { return limit[i] - kSlack; }
   __device__ float BaseOf(int i) const { return limit[i] == -INFINITY ? 0.f : limit[i] - kSlack; }
 
-  // Which of the query heads of a token a row of this warpgroup belongs to.
-  __device__ int OfGroup(const Problem& p, int row) const {
-    const int place = first_row + row;
-    return place - static_cast<int>(p.by_group_size.Quotient(place)) * p.group_size;
-  }
-  // The token and the head of a row.
-  __device__ int2 PlaceOf(const SwapProblem& w, const Cursor& at, int kv_head, int row) const {
-    const int place = first_row + row, query = w.p.by_group_size.Quotient(place);
-    return make_int2(at.sequence.first_query + query,
-                     kv_head * w.p.group_size + place - query * w.p.group_size);
+  __device__ RowPlace PlaceOf(const Problem& p, const Cursor& at, int kv_head, int row) const {
+    return p.PlaceOf(at.sequence.first_query, kv_head, first_row + row);
   }
   // Where dim d of a row is on its way to memory, and that of 16-bit queries.
   __device__ uint32_t RowAddress(int row, int d) const {
@@ -396,7 +389,7 @@ struct SwapTile {
 
   // Whether a row is of a pair's second head, and the column of out^T where its head begins.
   __device__ bool IsSecond(const Problem& p, int row) const {
-    return S::kPairs && p.IsOfSecondHead(OfGroup(p, row));
+    return S::kPairs && p.PlaceOf(0, 0, first_row + row).kv_head > 0;
   }
   __device__ int FirstColumn(const Problem& p, int row) const {
     return IsSecond(p, row) ? S::kPairedDims : 0;
@@ -434,8 +427,8 @@ struct SwapTile {
     auto offset_of = [&](int i, int64_t* offset) {
       const int row = i / kChunks, d = i % kChunks * 8;
       if (row >= num_rows || d >= p.k.head_size) return false;
-      const int2 place = PlaceOf(w, at, kv_head, row);
-      *offset = place.x * p.q.stride_token + place.y * p.q.stride_head;
+      const RowPlace place = PlaceOf(p, at, kv_head, row);
+      *offset = place.token * p.q.stride_token + place.head * p.q.stride_head;
       return true;
     };
     if (!S::kFp8 && w.q_vectors) {
