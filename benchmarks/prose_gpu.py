@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 
 from benchmarks import figures, llama, plan, tables, ways
 from benchmarks.figures import Run, between, claim
@@ -49,14 +50,11 @@ def values() -> dict[str, str]:
     """All of them."""
     sections = {name: Run(f"h200-{name}") for name in ("prefill", "decode", "mixed", "kv_write", "overhead")}
     content = sections["prefill"].content
-    ceilings = [run.content["ceilings"] for run in sections.values()]
     return {
-        "gpu": content["device"]["name"],
+        **_card("gpu", sections.values()),
         "gpu_torch": content["versions"]["torch"],
         "gpu_jax": content["versions"]["jax"],
         "gpu_month": datetime.datetime.fromisoformat(content["date"]).strftime("%B %Y"),
-        "gpu_copy": between(one["copy"]["rate"] for one in ceilings),
-        "gpu_matmul": between((one["matmul"]["rate"] for one in ceilings), ".0f"),
         "gpu_prefill_table": tables.gpu(sections["prefill"], _PREFILL, ".0f", best=True),
         "gpu_mixed_table": tables.gpu(sections["mixed"], _MIXED),
         "gpu_writes_table": tables.gpu(sections["kv_write"], {name: name for name in _WRITES}, ".2f"),
@@ -92,6 +90,19 @@ the host's time for one operation that is called by itself: `x + 1`, and the wri
 ![Step](benchmarks/{STEPS_OF_TODAY}.svg)"""
 
 
+def _card(name: str, runs: Iterable[Run]) -> dict[str, str]:
+    """The card of some runs, and its ceilings in them."""
+    contents = [run.content for run in runs]
+    copies, products = (
+        [content["ceilings"][what]["rate"] for content in contents] for what in ("copy", "matmul")
+    )
+    return {
+        name: contents[0]["device"]["name"],
+        f"{name}_copy": between(copies),
+        f"{name}_matmul": between(products, ".0f"),
+    }
+
+
 def _decode(run: Run) -> dict[str, str]:
     fp8 = [
         row["us"] / run.row(case=row["case"].removesuffix(", fp8 cache"), contender="flashxla")["us"]
@@ -106,11 +117,8 @@ def _decode(run: Run) -> dict[str, str]:
 
 
 def _later(prefill: Run, decode: Run) -> dict[str, str]:
-    ceilings = [run.content["ceilings"] for run in (prefill, decode)]
     return {
-        "later_gpu": prefill.content["device"]["name"],
-        "later_copy": between(one["copy"]["rate"] for one in ceilings),
-        "later_matmul": between((one["matmul"]["rate"] for one in ceilings), ".0f"),
+        **_card("later_gpu", (prefill, decode)),
         "later_prefill_table": tables.gpu(prefill, _PREFILL, ".0f", best=True),
         "later_decode_table": tables.gpu(decode, _DECODE, ".2f", best=True),
     }
