@@ -55,7 +55,8 @@ _CACHES: Changes = {
     "interleaved": {"layout": "interleaved"},
     "all fp8": ALL_FP8,
 }
-_OTHERS: Changes = {"float16": {"dtype": "float16"}, "batch_invariant": {"batch_invariant": True}}
+_INVARIANT: Changes = {"batch_invariant": {"batch_invariant": True}}
+_OTHERS: Changes = {"float16": {"dtype": "float16"}, **_INVARIANT}
 
 _LONG = Shape("1 x 8192", prompts(8192))
 PREFILL = (
@@ -78,6 +79,7 @@ PREFILL_MORE = (
     Shape("32 new of 16k", ((32, 16384),)),
     Shape("64 new of 16k", ((64, 16384),)),
     Shape("128 new of 16k", ((128, 16384),)),
+    *changed(Shape("64 new of 16k", ((64, 16384),)), _INVARIANT),
     *changed(_LONG, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
     *changed(
         _LONG,
@@ -141,7 +143,10 @@ DECODE_MORE = (
         {name: HEADS[name] for name in ("32 heads on 1", "8 heads on 1")},
     ),
     *changed(_WIDE, {"fp8 cache, batch_invariant": {**FP8_CACHE, "batch_invariant": True}}),
-    *changed(Shape("1 x 16k", newest(16384)), {**APART, "batch_invariant": {"batch_invariant": True}}),
+    Shape("1 x 16k", newest(16384)),
+    *changed(Shape("1 x 16k", newest(16384)), {**APART, **_INVARIANT}),
+    *changed(Shape("1 x 4k", newest(4096)), _INVARIANT),
+    *changed(_DEEP, _INVARIANT),
     dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),
     dataclasses.replace(_SKEW_A, name="skew A, fp8 cache", cache="fp8_e4m3"),
     *DECODE_FLOAT32,

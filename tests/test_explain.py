@@ -184,6 +184,23 @@ def test_other_head_sizes_are_a_reason_on_a_gpu() -> None:
     assert "576 and 512, is above 256" in got.reason
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 40, 5000])
+def test_batch_invariant_on_a_gpu(tokens: int) -> None:
+    """Thread blocks share the keys of few tokens, and there is room for what they add up."""
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    integers = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((1,), (1, 2000), (2,), (1,))]
+    caches = tuple(jax.ShapeDtypeStruct((2000, 16, 2, 128), "bfloat16") for _ in "kv")
+    query = jax.ShapeDtypeStruct((tokens, 8, 128), "bfloat16")
+    options = {"platform": "cuda", "batch_invariant": True, "max_seqlen_q": 1}
+    got = flashxla.explain("paged_attention", query, caches, *integers, 0.1, **options)
+    kernel = got.kernels[0]
+    assert (kernel.name, kernel.work) == ("wide", "all queries")
+    assert ("fixed parts of the keys" in kernel.description) == (tokens < 5000)
+    assert 0 < got.workspace_bytes < 200 * 2**20
+
+
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("framework", ARGUMENTS)
 def test_gradients(framework: str, lse: bool) -> None:

@@ -368,6 +368,18 @@ def many_call(rng: Rng) -> Call:
     return call
 
 
+def fixed_call(rng: Rng) -> Call:
+    """wide, with so many keys that thread blocks share them where batch_invariant lets them."""
+    sizes = chunks(rng)
+    len_q = np.where(rng.random(len(sizes.len_q)) < 0.5, sizes.len_q, 1)
+    sizes = sizes._replace(len_q=len_q, len_k=len_q + rng.integers(0, 6000, len(len_q)))
+    sizes.len_k[0] = len_q[0] + rng.integers(2100, 6000)
+    call = driver.attention_call(rng, other_values(rng, sizes, 8))
+    call.tensors.pop("alibi_slopes", None)
+    call.scalars["batch_invariant"] = 1
+    return bounded(rng, call, always=True)
+
+
 def chunk_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, chunks(rng)), always=True)
 
@@ -522,11 +534,17 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     tile32_gradients_call,
     driver.attention_backward_call,
     pairs_call,
+    fixed_call,
+    fixed_call,
 )
 # The others' turns come seldom: these calls are large.
 BIG_KV_CACHE_EVERY, MANY_EVERY = 25, 36
 # What the library says of an engine's instances that have calls of their own here.
-SPECIAL = {"two KV heads": "swap of pairs", "three thread blocks": "swap of many"}
+SPECIAL = {
+    "two KV heads": "swap of pairs",
+    "three thread blocks": "swap of many",
+    "fixed parts": "wide of fixed parts",
+}
 UPDATED = ("key_cache", "value_cache", "k", "v")
 GRADIENTS = "attention_backward"
 

@@ -298,6 +298,62 @@ def test_threads(frontend: TorchFrontend, rng: np.random.Generator, case: Case) 
         frontend.torch.set_num_threads(before)
 
 
+# So many keys that thread blocks of a GPU share those of a token, if there are few of them. The second text is one of
+# many others.
+MANY_KEYS = [
+    Case(((9000, 9000), (20, 20)), heads=heads, dim=dim, **options)  # type: ignore[arg-type]
+    for heads, dim, options in (
+        ((8, 2), 128, {"dtype": "bf16"}),
+        ((4, 4), 64, {"dtype": "f16", "window": (5000, -1)}),
+        ((2, 1), 96, {"dtype": "bf16", "causal": False, "sinks": "f32"}),
+        ((16, 1), 256, {"dtype": "bf16", "leftpad": True}),
+        ((3, 3), 192, {"v_dim": 128, "dtype": "f16", "softcap": 5.0}),
+        ((4, 1), 128, {"dtype": "bf16", "cache": "e4m3", "descale": "H"}),
+        ((4, 2), 128, {"dtype": "e4m3", "cache": "e4m3", "window": (2100, -1)}),
+        ((2, 2), 128, {"dtype": "bf16", "alibi": "H"}),
+        ((2, 1), 64, {"dtype": "f32"}),
+    )
+]
+MANY_KEYS.append(Case(((150000, 150000), (20, 20)), heads=(2, 1), dim=64, dtype="bf16"))
+LAST = 150  # queries of the first text
+
+
+def last_pieces(rng: np.random.Generator, case: Case, way: str) -> list[Piece]:
+    """Some of the last queries of the first text, and of others."""
+    length, start = case.lens[0][0], case.lens[0][0] - LAST
+    begins = [start + int(i) for i in rng.permutation(LAST)]
+    others = [Piece(1, 19, 20)]
+    if way == "one token":
+        return [Piece(0, length - 1, length)]
+    if way == "some tokens":
+        return [Piece(0, i, i + 1 if case.causal else length) for i in begins[:4]]
+    if way == "a chunk, with others":
+        end = max(begins[:2]) + 1 if case.causal else length
+        return [*others, Piece(0, min(begins[:2]), end), *others]
+    assert way == "a token, with many others"
+    return [*others * 100, Piece(0, length - 1, length)]
+
+
+@pytest.mark.frontends("torch")
+@pytest.mark.parametrize(
+    "way", ["one token", "some tokens", "a chunk, with others", "a token, with many others"]
+)
+@pytest.mark.parametrize("case", MANY_KEYS, ids=str)
+def test_many_keys(frontend: Frontend, rng: np.random.Generator, case: Case, way: str) -> None:
+    """How many thread blocks share the keys does not matter."""
+    texts, options = texts_of(rng, case), options_of(rng, case)
+    length, start = len(texts[0].q), len(texts[0].q) - LAST
+    all_last = [Piece(0, start, length)]
+    ((_, whole),) = attend(frontend, dense(case, texts, all_last) | options, all_last)
+    pieces = last_pieces(rng, case, way)
+    calls = [paged(rng, case, texts, pieces)]
+    calls.append(padded(rng, calls[0]) if len(pieces) < 100 else dense(case, texts, pieces))
+    for arguments in calls:
+        for piece, got in attend(frontend, arguments | options, pieces):
+            if piece.text == 0:
+                assert_same(Piece(0, piece.begin - start, piece.end - start), got, whole)
+
+
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize(
     "case", [Case(LENS, heads=(32, 2), dim=256, dtype=d) for d in ("f32", "bf16")], ids=str

@@ -33,16 +33,25 @@ const char* WhyOneKernel(const Choice& choice) {
   return why;
 }
 
-// What the engine for few queries is.
-const char* FewDescription(const Choice& choice) {
-  const char* description = choice.Of(kFew).description;
-  const char* more = choice.few.heads_together > 1 ? ", two KV heads in a thread block"
-                     : choice.few.many_short       ? ", three thread blocks on a multiprocessor"
-                                                   : nullptr;
-  if (more == nullptr) return description;
+// What an engine is, and how it works in this call.
+const char* Description(const Engine& engine, const char* more) {
+  if (more == nullptr) return engine.description;
   static thread_local char all[128];  // valid until this thread's next call
-  std::snprintf(all, sizeof(all), "%s%s", description, more);
+  std::snprintf(all, sizeof(all), "%s, %s", engine.description, more);
   return all;
+}
+
+const char* FewDescription(const Choice& choice) {
+  return Description(choice.Of(kFew),
+                     choice.few.heads_together > 1 ? "two KV heads in a thread block"
+                     : choice.few.many_short       ? "three thread blocks on a multiprocessor"
+                                                   : nullptr);
+}
+
+const char* ManyDescription(const Choice& choice) {
+  return Description(choice.Of(kMany), choice.many.fixed_parts > 0
+                                           ? "thread blocks may share fixed parts of the keys"
+                                           : nullptr);
 }
 
 }  // namespace
@@ -118,7 +127,7 @@ void AddKernels(const Choice& choice, flashxla_needs* needs) {
   if (choice.all_few) {
     AddKernel(needs, {"all queries", few.name, FewDescription(choice), choice.why_not[kFew]});
   } else if (choice.one_kernel) {
-    AddKernel(needs, {"all queries", many.name, many.description, WhyOneKernel(choice)});
+    AddKernel(needs, {"all queries", many.name, ManyDescription(choice), WhyOneKernel(choice)});
     if (&many != &rest) AddKernel(needs, {"other sequences", rest.name, rest.description, ""});
   } else if (&few == &many) {
     AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});

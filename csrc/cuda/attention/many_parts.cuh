@@ -3,14 +3,12 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_MANY_PARTS_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_MANY_PARTS_CUH_
 
-#include "cuda/attention/plan.cuh"
+#include "cuda/attention/fixed_parts.cuh"
 
 namespace flashxla::attention {
 
 constexpr int kMinPartKvTiles = 4, kMinDividedKvTiles = 16;
 constexpr int kMaxManyParts = 32;  // of a q tile
-
-__device__ inline int DivideUp(int a, int b) { return (a + b - 1) / b; }
 
 // The kv tiles with keys that a q tile sees.
 __device__ inline int KvTilesOf(const ManyTile& tile, int kv_tile_keys) {
@@ -51,12 +49,17 @@ __device__ inline int ItemOfRound(int round, int block, int blocks) {
 // blocks only that start before them, however few of them run at a time.
 __device__ inline int ChooseManyParts(const ManyShape& shape, int kv_tiles, int count) {
   if (!shape.divides || kv_tiles < kMinDividedKvTiles) return 1;
+  const bool fixed = shape.fixed_parts > 0;
+  if (fixed && shape.num_heads * count * shape.fixed_parts > shape.fixed_partials) return 1;
   const int most =
       min(min(shape.num_blocks, kMaxPartials) / shape.num_heads / count, kMaxManyParts);
+  const int fixed_size = FixedPart::Of(kv_tiles - 1, shape.kv_tile_keys).size;
   int best = 1, least = 0;
   for (int parts = 1; parts <= most; ++parts) {
     // In fifths of a kv tile. To write partial results and to add them up takes time, too.
-    const int cost = 5 * KvTilesOfPart(kv_tiles, parts) + (parts > 1 ? 10 + 2 * parts : 0);
+    const int each =
+        fixed ? KvTilesOfFixed(kv_tiles, parts, fixed_size) : KvTilesOfPart(kv_tiles, parts);
+    const int cost = 5 * each + (parts > 1 ? 10 + 2 * parts : 0);
     if (parts == 1 || cost < least) best = parts, least = cost;
   }
   return best;

@@ -206,7 +206,8 @@ __device__ int ListMany(const PlanProblem& p, Shared& shared, const LongList& li
       const int k = sorted ? RankByCost(shared.cost, count, n) : n;
       for (int part = 0; part < parts; ++part) {
         ManyTile tile = whole;
-        TakePart(p.many.kv_tile_keys, k, part, parts, &tile);
+        p.many.fixed_parts > 0 ? TakeFixedParts(p.many, k, part, parts, &tile)
+                               : TakePart(p.many.kv_tile_keys, k, part, parts, &tile);
         tiles[k * parts + part] = tile;
       }
     }

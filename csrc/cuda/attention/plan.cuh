@@ -69,6 +69,7 @@ struct ManyTile {
   uint8_t part, num_parts;  // num_parts 0: there is nothing to do
   uint16_t partial;         // the place of the part's result, unless it is the last part
   Sequence s;
+  int32_t whole_begin;  // of fixed parts: `begin` of the whole q tile
 };
 
 // A token's entry in token_sequence: its sequence s; kNoSequence outside every sequence; or
@@ -115,6 +116,9 @@ struct ManyShape {
   int32_t min_queries = kMinManyQueries;  // that a sequence of the role must have
   bool divides;                           // the keys of q tiles may be divided: see many_parts.cuh
   bool packs;  // a q tile has the rows of a KV head, else those of a query head
+  // If they are divided into fixed parts: how many those of a q tile can be, and of how many, of
+  // all heads together, there is room for the results.
+  int32_t fixed_parts = 0, fixed_partials = 0;
 };
 
 // The most partial results of q tiles of many queries, of all heads together: as many as the

@@ -138,8 +138,10 @@ bool CanPack(const Problem& p, int q_tile_rows) {
 ManyShape WholeWork(const Problem& p, WideScores scores) {
   const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
   const WideKeys keys = KeysOf(p);
-  return {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(ValueDimsOf(p), keys), p.num_heads,
-          NumMultiprocessors()};
+  ManyShape shape = {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(ValueDimsOf(p), keys),
+                     p.num_heads, NumMultiprocessors()};
+  if (p.batch_invariant) shape.min_queries = 1;  // it serves every sequence
+  return shape;
 }
 
 // The same with all heads of a KV head in a q tile, if they fit.
@@ -147,7 +149,8 @@ ManyShape PackedWork(const Problem& p) {
   ManyShape shape = WholeWork(p, WideScores::kMore);
   if (CanPack(p, shape.q_tile_tokens)) {
     shape.packs = true, shape.num_heads = p.num_kv_heads;
-    shape.q_tile_tokens /= p.group_size, shape.min_queries = kMinPackedQueries;
+    shape.q_tile_tokens /= p.group_size;
+    if (!p.batch_invariant) shape.min_queries = kMinPackedQueries;
   }
   return shape;
 }
@@ -158,15 +161,27 @@ bool HasParts(const Problem& p) {
   return KeysOf(p) != WideKeys::kDirect || p.alibi_slopes.data == nullptr;
 }
 
+// Whether the sums of rows are formed of fixed parts of the keys.
+bool HasFixedParts(const Problem& p) { return p.batch_invariant && HasParts(p); }
+
+// The most fixed parts of a q tile.
+int MaxFixedParts(const Problem& p, const ManyShape& shape) {
+  const int64_t kv_tiles = (p.index.capacity + shape.kv_tile_keys - 1) / shape.kv_tile_keys;
+  const int last = static_cast<int>(std::max<int64_t>(kv_tiles - 1, 0));
+  return FixedPart::Of(last, shape.kv_tile_keys).index + 1;
+}
+
 // Whether the plan may divide the keys of q tiles. With fewer keys, or more q tiles, it does not.
 bool MayDivide(const Problem& p) {
-  if (p.batch_invariant || !HasParts(p)) return false;
+  if (!HasParts(p)) return false;
   const ManyShape shape = PackedWork(p);
   const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
   const int64_t most =
       tokens / shape.q_tile_tokens + std::min(sequences, tokens / shape.min_queries);
-  return most * shape.num_heads <= 2 * kMaxPartials &&
-         p.index.capacity > int64_t{kMinDividedKvTiles - 1} * shape.kv_tile_keys;
+  if (most * shape.num_heads > 2 * kMaxPartials) return false;
+  return p.batch_invariant
+             ? MaxFixedParts(p, shape) > 1
+             : p.index.capacity > int64_t{kMinDividedKvTiles - 1} * shape.kv_tile_keys;
 }
 
 WideScores ScoresOf(const Problem& p) {
@@ -176,21 +191,52 @@ WideScores ScoresOf(const Problem& p) {
   return p.softcap > 0.f ? WideScores::kMore : WideScores::kPlain;
 }
 
-// The results of parts of q tiles. As WideWork, this must not depend on the softcap, without which
-// a plan is made.
-int64_t PartialBytes(const Problem& p) {
-  const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
-  return int64_t{kMaxPartials} * WideConsumers(dims, KeysOf(p), ScoresOf(p)) *
-         WidePartialVectors(ValueDimsOf(p)) * kWarpgroupThreads * int64_t{sizeof(float4)};
+// The room for results of parts of q tiles. As WideWork, it must not depend on the softcap, without
+// which a plan is made.
+struct PartialRoom {
+  int warps;                // of each result
+  int64_t partials, flags;  // results, and flags that say that they are there
+  int64_t sums;             // of fixed parts: as large as a result
+  int64_t result_bytes;
+
+  int64_t flags_at() const { return (partials + sums) * result_bytes; }
+  int64_t num_bytes() const {
+    constexpr int64_t kAlignment = 256;
+    const int64_t bytes = flags_at() + flags * int64_t{sizeof(uint64_t)};
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+};
+
+PartialRoom RoomOf(const Problem& p) {
+  PartialRoom room = {};
+  const bool divides = MayDivide(p);
+  if (!divides && !HasFixedParts(p)) return room;
+  const ManyShape shape = PackedWork(p);
+  const int consumers =
+      WideConsumers(WideHeadSizes::Bucket(p.LargerHeadSize()), KeysOf(p), WideScores::kMore);
+  room.warps = 4 * consumers;
+  if (p.batch_invariant) {  // most results are of one token: no more than all rows of a KV head
+    const int64_t rows = int64_t{p.num_tokens} * (shape.packs ? p.group_size : 1);
+    room.warps = static_cast<int>(std::clamp<int64_t>((rows + 15) / 16, 1, room.warps));
+  }
+  room.result_bytes =
+      int64_t{room.warps} * 32 * WidePartialVectors(ValueDimsOf(p)) * int64_t{sizeof(float4)};
+  if (!p.batch_invariant) {
+    room.partials = kMaxPartials;
+  } else {
+    const int parts = MaxFixedParts(p, shape);
+    constexpr int64_t kMostBytes = 64 << 20;
+    // Only q tiles of which there is room for two in a round are divided.
+    if (divides) {
+      room.partials = std::min(int64_t{kMaxPartials / 2} * parts, kMostBytes / room.result_bytes);
+    }
+    if (parts > 1) room.sums = NumMultiprocessors();
+  }
+  room.flags = room.partials * kMaxWideConsumers;
+  return room;
 }
 
-int64_t WorkspaceBytes(const Problem& p) {
-  if (!MayDivide(p)) return 0;
-  constexpr int64_t kMostFlags = int64_t{kMaxPartials} * kMaxWideConsumers;
-  constexpr int64_t kAlignment = 256;
-  const int64_t bytes = PartialBytes(p) + kMostFlags * int64_t{sizeof(uint64_t)};
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
+int64_t WorkspaceBytes(const Problem& p) { return RoomOf(p).num_bytes(); }
 
 template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind,
           WideScores kScores>
@@ -210,8 +256,11 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
       !MapCache(p, p.v, columns, w.box_keys, false, &w.v)) {
     return false;
   }
+  const PartialRoom room = RoomOf(p);
   w.partials = static_cast<float4*>(workspace);
-  w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + PartialBytes(p));
+  w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + room.flags_at());
+  w.result_warps = room.warps;
+  w.sums = static_cast<int>(room.partials);
   w.tag = NewCallTag();
   auto* kernel = WideKernel<Product, Out, kDims, kValueDims, kKeyKind, kScores>;
   LaunchDependent(kernel, NumMultiprocessors(), S::kThreads, S::kBytes, stream, w);
@@ -276,15 +325,13 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 }  // namespace
 
 ManyShape WideWork(const Problem& p) {
-  if (p.batch_invariant) {
-    // It serves every sequence, so that of one token, too.
-    ManyShape shape = HasParts(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p));
-    shape.min_queries = 1;
-    return shape;
+  const bool divides = MayDivide(p);
+  ManyShape shape = divides || HasFixedParts(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p));
+  shape.divides = divides;
+  if (divides && p.batch_invariant) {
+    shape.fixed_parts = MaxFixedParts(p, shape);
+    shape.fixed_partials = static_cast<int32_t>(RoomOf(p).partials);
   }
-  if (!MayDivide(p)) return WholeWork(p, ScoresOf(p));
-  ManyShape shape = PackedWork(p);
-  shape.divides = true;
   return shape;
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/wide_fp8.cuh"
+#include "cuda/attention/wide_parts.cuh"
 #include "cuda/attention/wide_results.cuh"
 #include "cuda/attention/wide_tiles.cuh"
 
@@ -156,6 +157,9 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
 
     const int first = tile.begin / kKeys;
     int n = (tile.end + kKeys - 1) / kKeys - 1;
+    // Whether the q tile's keys are in several fixed parts.
+    const bool cuts = S::kDivides && p.batch_invariant &&
+                      (tile.num_parts > 1 || FixedPart::Of(max(n, 0), kKeys).first > first);
     if constexpr (S::kWidensQueries) {
       const uint32_t mine = shared.queries(queries.stage) + group * 64 * kWideRowBytes;
       p.q_dtype == FLASHXLA_F8E5M2 ? WidenQueries<Out, true, S>(mine, kGroupBarrier + group)
@@ -188,9 +192,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     const bool idle = (S::kConsumers > 2 || S::kDivides) && group_query >= s.num_queries;
     if constexpr (S::kConsumers > 2 || S::kDivides) {
       // Of kv tiles that none of its rows sees a warpgroup only says that it is done with them, and
-      // passes its turn on. Those that take turns do so only where they have no rows at all.
+      // passes its turn on. Those that take turns do so only where they have no rows at all, as do
+      // those that have a result of each part.
       int end = idle ? 0 : tile.end;
-      if (!kTurns && !idle) {
+      if (!kTurns && !idle && !cuts) {
         end = rule.Visible(tile_rows.Query(group * 64 + 63)).end;
       }
       for (; n >= first && n * kKeys >= end; --n) {
@@ -206,7 +211,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         values.Next();
       }
     }
-    if (n >= first) {
+    if (!S::kQueriesInRegisters && n < first) Release(shared.queries_empty(queries.stage));
+    bool begun = false;  // whether there were parts before the present one
+    while (n >= first) {
+      const int part_first = cuts ? max(FixedPart::Of(n, kKeys).first, first) : first;
       WaitBarrier(shared.keys_full(keys.stage), keys.parity);
       if (kTurns) SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
       start_scores(keys.stage);
@@ -217,7 +225,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       keys.Next();
       OnlineSoftmax<S, kLift, kLazy>(score, rows, rule, n * kKeys, factor);
       pack_weights();
-      for (--n; n >= first; --n) {
+      for (--n; n >= part_first; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
         wait_values(n + 1);
         if (kTurns) SyncNamed(kTurnBarrier + group, 2 * kWarpgroupThreads);
@@ -240,15 +248,24 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         }
         pack_weights();
       }
-      if (!S::kQueriesInRegisters) Release(shared.queries_empty(queries.stage));
-      wait_values(first);
+      if (!S::kQueriesInRegisters && n < first) Release(shared.queries_empty(queries.stage));
+      wait_values(part_first);
       start_values(values.stage);
       WaitMatrix<0>();
       Pin(out);
       Release(shared.values_empty(values.stage));
       values.Next();
-    } else if (!S::kQueriesInRegisters) {
-      Release(shared.queries_empty(queries.stage));
+      if (!cuts) break;
+      if constexpr (S::kDivides) {
+        const ManyTile now = tiles.Read();
+        const float scale = rule.template rest<S::kAlibi>();
+        FixedSums<S, kValueDims>(w, now, group, scale).EndPart(part_first, begun, rows, out);
+        if (n < first) break;
+        begun = true;
+        static_cast<RowSums&>(rows) = RowSums{};
+#pragma unroll
+        for (int i = 0; i < kValueDims / 2; ++i) out[i] = 0.f;
+      }
     }
     queries.Next();
 
@@ -256,8 +273,13 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     if constexpr (S::kDivides) {
       if (idle || tile.num_parts == 0) continue;
       const float scale = rule.template rest<S::kAlibi>();
-      if (!AddParts<S, kValueDims>(w, tile, group, kGroupBarrier + group, scale, rows, out))
+      const int barrier = kGroupBarrier + group;
+      if (cuts) {
+        const FixedSums<S, kValueDims> sums(w, tile, group, scale);
+        if (!sums.Finish(barrier, rows, out)) continue;
+      } else if (!AddParts<S, kValueDims>(w, tile, group, barrier, scale, rows, out)) {
         continue;
+      }
     }
     StoreRows<Out, kValueDims, kLift>(p, tile_rows, tile, tiles.ReadRule(), row0, rows, out);
   }

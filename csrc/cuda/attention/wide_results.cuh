@@ -1,9 +1,7 @@
-// The results of wide's rows: those of parts of a q tile, which are added up, and what a call
-// returns.
+// The results of wide's rows, as a call returns them.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_RESULTS_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_RESULTS_CUH_
 
-#include "cuda/attention/flag.cuh"
 #include "cuda/attention/wide_softmax.cuh"
 
 namespace flashxla::attention {
@@ -68,125 +66,6 @@ __device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTil
       if (exists[r] && d < p.v.head_size) StoreGlobal16(to[r] + d, x);
     }
   }
-}
-
-// Results of parts of a q tile, as a warpgroup has them in its registers.
-template <typename S, int kDims>
-struct WideParts {
-  const WideProblem& w;
-  int first, each;  // where those of part 0 are, and from one part to the next
-
-  __device__ WideParts(const WideProblem& problem, const ManyTile& tile, int group)
-      : w(problem),
-        first(((tile.partial - tile.part) * w.work.num_heads +
-               (w.work.packs ? tile.kv_head : tile.head)) *
-                  S::kConsumers +
-              group),
-        each(w.work.num_heads * S::kConsumers) {}
-
-  // Writes the result of this part.
-  __device__ void Store(int part, int barrier, const RowState& rows,
-                        const float (&out)[kDims / 2]) const {
-    float4* to = Vectors(part);
-#pragma unroll
-    for (int i = 0; i < kDims / 8; ++i) {
-      const float* x = &out[i * 4];
-      to[i * kWarpgroupThreads] = make_float4(x[0], x[1], x[2], x[3]);
-    }
-    to[kDims / 8 * kWarpgroupThreads] =
-        make_float4(rows.row_max[0], rows.row_max[1], rows.row_sum[0], rows.row_sum[1]);
-    SyncNamed(barrier, kWarpgroupThreads);
-    if (thread() == 0) SetFlag(Flag(part), w.tag);
-  }
-
-  // Adds the results of `count` other parts, first, first + step, ..., to that of this one. scale:
-  // see TileRule::rest.
-  __device__ void Add(int first_part, int step, int count, int barrier, float scale, RowState& rows,
-                      float (&out)[kDims / 2]) const {
-    if (thread() < count) AwaitFlag(Flag(first_part + thread() * step), w.tag);
-    SyncNamed(barrier, kWarpgroupThreads);
-    auto vectors = [&](int n) { return Vectors(first_part + n * step); };
-    // Past L1, where another block's results may be missing.
-    auto ends_of = [&](int n) { return __ldcg(&vectors(n)[kDims / 8 * kWarpgroupThreads]); };
-    const float4 first_ends = ends_of(0);
-    float row_max[2] = {fmaxf(rows.row_max[0], first_ends.x), fmaxf(rows.row_max[1], first_ends.y)};
-#pragma unroll 4
-    for (int n = 1; n < count; ++n) {
-      const float4 ends = ends_of(n);
-      row_max[0] = fmaxf(row_max[0], ends.x), row_max[1] = fmaxf(row_max[1], ends.y);
-    }
-    float base[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      base[r] = row_max[r] == -INFINITY ? 0.f : row_max[r] * scale;
-      const float own = Exp2(rows.row_max[r] * scale - base[r]);
-      rows.row_max[r] = row_max[r], rows.row_sum[r] *= own;
-#pragma unroll
-      for (int i = 0; i < kDims / 8; ++i) out[i * 4 + 2 * r] *= own, out[i * 4 + 2 * r + 1] *= own;
-    }
-    // Some vectors are on their way while those before are added.
-    constexpr int kAtOnce = 8, kPieces = kDims / 8 / kAtOnce;
-    float4 next[kAtOnce], next_ends = first_ends;
-    auto fetch = [&](int n, int piece) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        next[i] = __ldcg(&vectors(n)[(piece * kAtOnce + i) * kWarpgroupThreads]);
-      }
-    };
-    fetch(0, 0);
-#pragma unroll 1
-    for (int n = 0; n < count; ++n) {
-      const int after = min(n + 1, count - 1);
-      const float factor[2] = {Exp2(next_ends.x * scale - base[0]),
-                               Exp2(next_ends.y * scale - base[1])};
-      rows.row_sum[0] += next_ends.z * factor[0], rows.row_sum[1] += next_ends.w * factor[1];
-      next_ends = ends_of(after);
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        float4 now[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) now[i] = next[i];
-        piece + 1 < kPieces ? fetch(n, piece + 1) : fetch(after, 0);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          float* to = &out[(piece * kAtOnce + i) * 4];
-          to[0] += now[i].x * factor[0], to[1] += now[i].y * factor[0];
-          to[2] += now[i].z * factor[1], to[3] += now[i].w * factor[1];
-        }
-      }
-    }
-  }
-
- private:
-  __device__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
-  __device__ uint64_t* Flag(int part) const { return w.flags + first + part * each; }
-  // This thread's.
-  __device__ float4* Vectors(int part) const {
-    const int64_t place = first + part * each;
-    return w.partials + place * WidePartialVectors(kDims) * kWarpgroupThreads + thread();
-  }
-};
-
-// Adds up the results of a q tile's parts. Each part's thread block calls it; true for the last
-// one, which has the sum then. The last of some neighbouring parts adds these, and the last of some
-// such sums adds them in turn. So blocks only wait for blocks that start before them.
-template <typename S, int kDims>
-__device__ bool AddParts(const WideProblem& w, const ManyTile& tile, int group, int barrier,
-                         float scale, RowState& rows, float (&out)[kDims / 2]) {
-  const WideParts<S, kDims> parts(w, tile, group);
-  const int part = tile.part, num_parts = tile.num_parts;
-  const int together = num_parts > 8 ? 4 : 8;  // a sum of sums takes longer than some parts more
-#pragma unroll 1
-  for (int step = 1; step < num_parts; step *= together) {
-    const int first = part / (step * together) * (step * together);
-    if (part + 1 != min(first + step * together, num_parts)) {
-      parts.Store(part, barrier, rows, out);
-      return false;
-    }
-    const int count = (part - first) / step;
-    if (count > 0) parts.Add(first + step - 1, step, count, barrier, scale, rows, out);
-  }
-  return true;
 }
 
 #endif  // FLASHXLA_HOPPER

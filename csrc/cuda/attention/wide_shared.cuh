@@ -156,9 +156,11 @@ struct WideProblem {
   // else 1.
   FastDivide packed_heads;
   bool gathers;  // threads copy keys and values, not TMA
-  // The results of these, and a flag for those of each warpgroup.
+  // The results of these, each of so many warps, and a flag for those of each warpgroup. From
+  // number `sums` on is one for each thread block: the sum of a q tile's fixed parts up to now.
   float4* partials;
   uint64_t* flags;
+  int result_warps, sums;
   uint64_t tag;  // what a flag says in this call
 };
 

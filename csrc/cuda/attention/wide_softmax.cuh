@@ -9,12 +9,17 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
+// What is known of a thread's two rows up to now.
+struct RowSums {
+  // Of the unscaled scores; of this thread's columns.
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
+};
+
 // The softmax state of a warpgroup's 64 rows. A thread holds parts of two rows.
-struct RowState {
-  float row_max[2], row_sum[2];  // of the unscaled scores; of this thread's columns
-  int begin[2], end[2];          // keys that each row sees
-  int begin_all, end_all;        // keys that all 64 rows see
-  int diagonal;                  // ALiBi: position of the first of the two rows among the keys
+struct RowState : RowSums {
+  int begin[2], end[2];    // keys that each row sees
+  int begin_all, end_all;  // keys that all 64 rows see
+  int diagonal;            // ALiBi: position of the first of the two rows among the keys
 
   // For rows row0 and row0 + 8 of a q tile, which are part of warpgroup `group`.
   template <typename S>
@@ -28,7 +33,6 @@ struct RowState {
       // Rows past the sequence's last are computed but not stored.
       const KeyRange keys = rule.Visible(of.Query(row0 + 8 * r));
       begin[r] = keys.begin, end[r] = keys.end;
-      row_max[r] = -INFINITY, row_sum[r] = 0.f;
     }
   }
 };
