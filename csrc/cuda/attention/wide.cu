@@ -186,7 +186,8 @@ bool MayDivide(const Problem& p) {
 
 WideScores ScoresOf(const Problem& p) {
   if (p.alibi_slopes.data != nullptr) return WideScores::kAny;
-  if (p.batch_invariant || MayDivide(p)) return WideScores::kMore;
+  if (p.batch_invariant) return WideScores::kFixed;
+  if (MayDivide(p)) return WideScores::kMore;
   if (Gathers(p)) return WideScores::kAny;  // which has more registers for that
   return p.softcap > 0.f ? WideScores::kMore : WideScores::kPlain;
 }
@@ -194,7 +195,7 @@ WideScores ScoresOf(const Problem& p) {
 // The room for results of parts of q tiles. As WideWork, it must not depend on the softcap, without
 // which a plan is made.
 struct PartialRoom {
-  int warps;                // of each result
+  int groups;               // warpgroups of each result
   int64_t partials, flags;  // results, and flags that say that they are there
   int64_t sums;             // of fixed parts: as large as a result
   int64_t result_bytes;
@@ -214,13 +215,13 @@ PartialRoom RoomOf(const Problem& p) {
   const ManyShape shape = PackedWork(p);
   const int consumers =
       WideConsumers(WideHeadSizes::Bucket(p.LargerHeadSize()), KeysOf(p), WideScores::kMore);
-  room.warps = 4 * consumers;
+  room.groups = consumers;
   if (p.batch_invariant) {  // most results are of one token: no more than all rows of a KV head
     const int64_t rows = int64_t{p.num_tokens} * (shape.packs ? p.group_size : 1);
-    room.warps = static_cast<int>(std::clamp<int64_t>((rows + 15) / 16, 1, room.warps));
+    room.groups = static_cast<int>(std::clamp<int64_t>((rows + 63) / 64, 1, consumers));
   }
-  room.result_bytes =
-      int64_t{room.warps} * 32 * WidePartialVectors(ValueDimsOf(p)) * int64_t{sizeof(float4)};
+  room.result_bytes = int64_t{room.groups} * kWarpgroupThreads *
+                      WidePartialVectors(ValueDimsOf(p)) * int64_t{sizeof(float4)};
   if (!p.batch_invariant) {
     room.partials = kMaxPartials;
   } else {
@@ -232,7 +233,7 @@ PartialRoom RoomOf(const Problem& p) {
     }
     if (parts > 1) room.sums = NumMultiprocessors();
   }
-  room.flags = room.partials * kMaxWideConsumers;
+  room.flags = room.partials * room.groups;
   return room;
 }
 
@@ -259,7 +260,7 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
   const PartialRoom room = RoomOf(p);
   w.partials = static_cast<float4*>(workspace);
   w.flags = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + room.flags_at());
-  w.result_warps = room.warps;
+  w.result_groups = room.groups;
   w.sums = static_cast<int>(room.partials);
   w.tag = NewCallTag();
   auto* kernel = WideKernel<Product, Out, kDims, kValueDims, kKeyKind, kScores>;
@@ -288,6 +289,8 @@ bool LaunchDirect(const Problem& p, WideScores scores, void* workspace, cudaStre
       return launch(std::integral_constant<Scores, Scores::kPlain>{});
     case Scores::kMore:
       return launch(std::integral_constant<Scores, Scores::kMore>{});
+    case Scores::kFixed:
+      return launch(std::integral_constant<Scores, Scores::kFixed>{});
     case Scores::kAny:
       break;
   }

@@ -158,7 +158,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
     const int first = tile.begin / kKeys;
     int n = (tile.end + kKeys - 1) / kKeys - 1;
     // Whether the q tile's keys are in several fixed parts.
-    const bool cuts = S::kDivides && p.batch_invariant &&
+    const bool cuts = S::kFixedParts && p.batch_invariant &&
                       (tile.num_parts > 1 || FixedPart::Of(max(n, 0), kKeys).first > first);
     if constexpr (S::kWidensQueries) {
       const uint32_t mine = shared.queries(queries.stage) + group * 64 * kWideRowBytes;
@@ -248,23 +248,26 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         }
         pack_weights();
       }
-      if (!S::kQueriesInRegisters && n < first) Release(shared.queries_empty(queries.stage));
+      const bool ends = !cuts || n < first;
+      if (!S::kQueriesInRegisters && ends) Release(shared.queries_empty(queries.stage));
       wait_values(part_first);
       start_values(values.stage);
       WaitMatrix<0>();
       Pin(out);
       Release(shared.values_empty(values.stage));
       values.Next();
-      if (!cuts) break;
-      if constexpr (S::kDivides) {
+      if constexpr (S::kFixedParts) {
+        if (!cuts) break;
         const ManyTile now = tiles.Read();
         const float scale = rule.template rest<S::kAlibi>();
         FixedSums<S, kValueDims>(w, now, group, scale).EndPart(part_first, begun, rows, out);
-        if (n < first) break;
+        if (ends) break;
         begun = true;
         static_cast<RowSums&>(rows) = RowSums{};
 #pragma unroll
         for (int i = 0; i < kValueDims / 2; ++i) out[i] = 0.f;
+      } else {
+        break;
       }
     }
     queries.Next();
@@ -274,12 +277,15 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       if (idle || tile.num_parts == 0) continue;
       const float scale = rule.template rest<S::kAlibi>();
       const int barrier = kGroupBarrier + group;
-      if (cuts) {
-        const FixedSums<S, kValueDims> sums(w, tile, group, scale);
-        if (!sums.Finish(barrier, rows, out)) continue;
-      } else if (!AddParts<S, kValueDims>(w, tile, group, barrier, scale, rows, out)) {
-        continue;
+      bool whole = true;
+      if constexpr (S::kFixedParts) {
+        if (cuts)
+          whole = FixedSums<S, kValueDims>(w, tile, group, scale).Finish(barrier, rows, out);
       }
+      if constexpr (S::kAnyParts) {
+        if (!cuts) whole = AddParts<S, kValueDims>(w, tile, group, barrier, scale, rows, out);
+      }
+      if (!whole) continue;
     }
     StoreRows<Out, kValueDims, kLift>(p, tile_rows, tile, tiles.ReadRule(), row0, rows, out);
   }

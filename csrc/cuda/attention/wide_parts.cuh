@@ -10,18 +10,18 @@ namespace flashxla::attention {
 
 #if defined(FLASHXLA_HOPPER)
 
-// The results of parts of q tiles in the workspace. Each warp has its own, as it has them in its
-// registers.
+// The results of parts of q tiles in the workspace. Each warpgroup has its own, as it has them in
+// its registers.
 template <typename S, int kDims>
 struct WideResults {
-  static constexpr int kStep = 32;  // from a lane's vector to its next one
+  static constexpr int kStep = kWarpgroupThreads;  // from a thread's vector to its next one
   const WideProblem& w;
 
-  // This lane's vectors of result number `place`.
-  __device__ float4* Vectors(int place) const {
-    const int thread = threadIdx.x - S::kProducerThreads;
-    const int64_t at = int64_t{place} * w.result_warps + thread / 32;
-    return w.partials + at * WidePartialVectors(kDims) * 32 + thread % 32;
+  // The warpgroups of a q tile that have results.
+  __device__ int Groups() const { return S::kFixedParts ? w.result_groups : S::kConsumers; }
+  // This thread's vectors of result number `place`, counted by warpgroups.
+  __device__ float4* Vectors(int64_t place) const {
+    return w.partials + place * WidePartialVectors(kDims) * kStep + threadIdx.x % kStep;
   }
 
   // Of such vectors. Reads past L1, where another block's may be missing.
@@ -57,22 +57,22 @@ struct WideResults {
   }
 };
 
-// The results of a q tile's parts, and a warpgroup's flags.
+// The results of a q tile's parts, and their flags.
 template <typename S, int kDims>
 struct WideParts {
   const WideProblem& w;
-  int group, first;  // first: the place of part 0
+  int first, each;  // the place of part 0, and from one part to the next
 
-  __device__ WideParts(const WideProblem& problem, const ManyTile& tile, int warpgroup)
-      : w(problem),
-        group(warpgroup),
-        first((tile.partial - tile.part) * w.work.num_heads +
-              (w.work.packs ? tile.kv_head : tile.head)) {}
-
-  __device__ int Place(int part) const { return first + part * w.work.num_heads; }
-  __device__ uint64_t* Flag(int part) const {
-    return w.flags + Place(part) * S::kConsumers + group;
+  __device__ WideParts(const WideProblem& problem, const ManyTile& tile, int group) : w(problem) {
+    const int groups = WideResults<S, kDims>{w}.Groups();
+    first = ((tile.partial - tile.part) * w.work.num_heads +
+             (w.work.packs ? tile.kv_head : tile.head)) *
+                groups +
+            group;
+    each = w.work.num_heads * groups;
   }
+
+  __device__ int Place(int part) const { return first + part * each; }
 
   // Writes the result of this part.
   __device__ void Store(int part, int barrier, const RowSums& rows,
@@ -154,6 +154,7 @@ struct WideParts {
   static constexpr int kStep = WideResults<S, kDims>::kStep;
 
   __device__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
+  __device__ uint64_t* Flag(int part) const { return w.flags + Place(part); }
   __device__ float4* Vectors(int part) const {
     return WideResults<S, kDims>{w}.Vectors(Place(part));
   }
@@ -244,7 +245,7 @@ template <typename S, int kDims>
 class FixedSums {
  public:
   __device__ FixedSums(const WideProblem& w, const ManyTile& tile, int group, float scale)
-      : parts_(w, tile, group), results_{w}, tile_(tile), scale_(scale) {}
+      : parts_(w, tile, group), results_{w}, tile_(tile), group_(group), scale_(scale) {}
 
   // At the end of the part that begins with kv tile n, which is in registers. `begun`: the thread
   // block had one before. The block with the q tile's last part adds up its own: then that is in
@@ -291,7 +292,9 @@ class FixedSums {
   using Results = WideResults<S, kDims>;
 
   __device__ bool IsLast() const { return tile_.part + 1 == tile_.num_parts; }
-  __device__ int SumPlace() const { return parts_.w.sums + static_cast<int>(blockIdx.x); }
+  __device__ int SumPlace() const {
+    return (parts_.w.sums + static_cast<int>(blockIdx.x)) * results_.Groups() + group_;
+  }
   // The number of the part of kv tile n among those of the q tile.
   __device__ int NumberOf(int n) const {
     auto index = [](int tile) { return FixedPart::Of(tile, S::kKeys).index; };
@@ -310,6 +313,7 @@ class FixedSums {
   const WideParts<S, kDims> parts_;
   const Results results_;
   const ManyTile& tile_;
+  const int group_;
   const float scale_;
 };
 

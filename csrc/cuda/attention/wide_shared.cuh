@@ -53,11 +53,11 @@ enum class WideScores {
   kPlain,  // scores are products times a number
   kMore,   // and a softcap, keys in pages so small that threads copy them, q tiles of several heads
            // and q tiles whose keys are divided into parts
-  kAny,    // and ALiBi. Of 16-bit keys: a softcap, small pages and ALiBi
+  kFixed,  // 16-bit keys with batch_invariant: the same, but for fixed parts
+  kAny,    // and ALiBi. Of fp8 keys: all of this. Of 16-bit keys: a softcap, small pages and ALiBi
 };
 
 // Warpgroups that multiply.
-constexpr int kMaxWideConsumers = 3;
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
   return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
 }
@@ -79,7 +79,9 @@ struct WideShape {
   static constexpr bool kWidensQueries = kKeyKind == WideKeys::kAllWidened;
   static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
   static constexpr bool kSoftcap = kScores != WideScores::kPlain;
-  static constexpr bool kDivides = kDirect ? kScores == WideScores::kMore : kSoftcap;
+  static constexpr bool kDivides = kSoftcap && !(kDirect && kScores == WideScores::kAny);
+  static constexpr bool kFixedParts = kDirect ? kScores == WideScores::kFixed : kDivides;
+  static constexpr bool kAnyParts = kDivides && !(kDirect && kFixedParts);
   static constexpr bool kAlibi = kScores == WideScores::kAny;
   static constexpr bool kGathers = kScores != WideScores::kPlain;
   static constexpr int kKeys = WideKvTileKeys(kValueDims, kKeyKind);
@@ -106,7 +108,7 @@ struct WideShape {
   // each time. With a softcap, and where the keys of q tiles are divided, the softmax makes better
   // use of the registers.
   static constexpr bool kQueriesInRegisters =
-      kDims <= 128 && !kWidened && kConsumers == 2 && !(kDirect && kScores == WideScores::kMore);
+      kDims <= 128 && !kWidened && kConsumers == 2 && !(kDirect && kDivides);
   static constexpr int kQueryBytes = kQTileRows * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
@@ -156,11 +158,11 @@ struct WideProblem {
   // else 1.
   FastDivide packed_heads;
   bool gathers;  // threads copy keys and values, not TMA
-  // The results of these, each of so many warps, and a flag for those of each warpgroup. From
+  // The results of these, each of so many warpgroups, and a flag for those of each. From
   // number `sums` on is one for each thread block: the sum of a q tile's fixed parts up to now.
   float4* partials;
   uint64_t* flags;
-  int result_warps, sums;
+  int result_groups, sums;
   uint64_t tag;  // what a flag says in this call
 };
 
