@@ -59,6 +59,7 @@ _INVARIANT: Changes = {"batch_invariant": {"batch_invariant": True}}
 _OTHERS: Changes = {"float16": {"dtype": "float16"}, **_INVARIANT}
 
 _LONG = Shape("1 x 8192", prompts(8192))
+_CHUNK = Shape("64 new of 16k", ((64, 16384),))
 PREFILL = (
     _LONG,
     Shape("1 x 16384", prompts(16384)),
@@ -77,9 +78,9 @@ PREFILL_MORE = (
     Shape("64 x 128", prompts(*[128] * 64)),
     Shape("16 new of 16k", ((16, 16384),)),
     Shape("32 new of 16k", ((32, 16384),)),
-    Shape("64 new of 16k", ((64, 16384),)),
+    _CHUNK,
     Shape("128 new of 16k", ((128, 16384),)),
-    *changed(Shape("64 new of 16k", ((64, 16384),)), _INVARIANT),
+    *changed(_CHUNK, _INVARIANT),
     *changed(_LONG, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
     *changed(
         _LONG,
@@ -103,13 +104,15 @@ PREFILL_MORE = (
 
 _WIDE = Shape("64 x 2k", newest(*[2048] * 64))
 _DEEP = Shape("8 x 16k", newest(*[16384] * 8))
+_ONE_DEEP = Shape("1 x 16k", newest(16384))
+_ONE = Shape("1 x 4k", newest(4096))
 _SKEW_A = Shape("skew A", newest(*log_uniform(128, 16384, 64, seed=1)))
 DECODE = (
     _DEEP,
     _WIDE,
     Shape("128 x 1k", newest(*[1024] * 128)),
     Shape("256 x 512", newest(*[512] * 256)),
-    Shape("1 x 4k", newest(4096)),
+    _ONE,
     Shape("1 x 1k", newest(1024)),
     Shape("16 x 512", newest(*[512] * 16)),
     _SKEW_A,
@@ -143,9 +146,9 @@ DECODE_MORE = (
         {name: HEADS[name] for name in ("32 heads on 1", "8 heads on 1")},
     ),
     *changed(_WIDE, {"fp8 cache, batch_invariant": {**FP8_CACHE, "batch_invariant": True}}),
-    Shape("1 x 16k", newest(16384)),
-    *changed(Shape("1 x 16k", newest(16384)), {**APART, **_INVARIANT}),
-    *changed(Shape("1 x 4k", newest(4096)), _INVARIANT),
+    _ONE_DEEP,
+    *changed(_ONE_DEEP, {**APART, **_INVARIANT}),
+    *changed(_ONE, _INVARIANT),
     *changed(_DEEP, _INVARIANT),
     dataclasses.replace(_DEEP, name="8 x 16k, padded to 256", seqs=256, table_width=1024),
     dataclasses.replace(_SKEW_A, name="skew A, fp8 cache", cache="fp8_e4m3"),

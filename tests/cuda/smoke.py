@@ -535,7 +535,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     driver.attention_backward_call,
     pairs_call,
     fixed_call,
-    fixed_call,
+    fixed_call,  # of these only some have strides for wide
 )
 # The others' turns come seldom: these calls are large.
 BIG_KV_CACHE_EVERY, MANY_EVERY = 25, 36

@@ -300,21 +300,19 @@ def test_threads(frontend: TorchFrontend, rng: np.random.Generator, case: Case) 
 
 # So many keys that thread blocks of a GPU share those of a token, if there are few of them. The second text is one of
 # many others.
+MANY_LENS = ((9000, 9000), (20, 20))
 MANY_KEYS = [
-    Case(((9000, 9000), (20, 20)), heads=heads, dim=dim, **options)  # type: ignore[arg-type]
-    for heads, dim, options in (
-        ((8, 2), 128, {"dtype": "bf16"}),
-        ((4, 4), 64, {"dtype": "f16", "window": (5000, -1)}),
-        ((2, 1), 96, {"dtype": "bf16", "causal": False, "sinks": "f32"}),
-        ((16, 1), 256, {"dtype": "bf16", "leftpad": True}),
-        ((3, 3), 192, {"v_dim": 128, "dtype": "f16", "softcap": 5.0}),
-        ((4, 1), 128, {"dtype": "bf16", "cache": "e4m3", "descale": "H"}),
-        ((4, 2), 128, {"dtype": "e4m3", "cache": "e4m3", "window": (2100, -1)}),
-        ((2, 2), 128, {"dtype": "bf16", "alibi": "H"}),
-        ((2, 1), 64, {"dtype": "f32"}),
-    )
+    Case(MANY_LENS, heads=(8, 2), dim=128, dtype="bf16"),
+    Case(MANY_LENS, heads=(4, 4), dim=64, dtype="f16", window=(5000, -1)),
+    Case(MANY_LENS, heads=(2, 1), dim=96, dtype="bf16", causal=False, sinks="f32"),
+    Case(MANY_LENS, heads=(16, 1), dim=256, dtype="bf16", leftpad=True),
+    Case(MANY_LENS, heads=(3, 3), dim=192, v_dim=128, dtype="f16", softcap=5.0),
+    Case(MANY_LENS, heads=(4, 1), dim=128, dtype="bf16", cache="e4m3", descale="H"),
+    Case(MANY_LENS, heads=(4, 2), dim=128, dtype="e4m3", cache="e4m3", window=(2100, -1)),
+    Case(MANY_LENS, heads=(2, 2), dim=128, dtype="bf16", alibi="H"),
+    Case(MANY_LENS, heads=(2, 1), dim=64, dtype="f32"),
+    Case(((150000, 150000), (20, 20)), heads=(2, 1), dim=64, dtype="bf16"),
 ]
-MANY_KEYS.append(Case(((150000, 150000), (20, 20)), heads=(2, 1), dim=64, dtype="bf16"))
 LAST = 150  # queries of the first text
 
 

@@ -166,8 +166,8 @@ bool HasFixedParts(const Problem& p) { return p.batch_invariant && HasParts(p); 
 
 // The most fixed parts of a q tile.
 int MaxFixedParts(const Problem& p, const ManyShape& shape) {
-  const int64_t kv_tiles = (p.index.capacity + shape.kv_tile_keys - 1) / shape.kv_tile_keys;
-  const int last = static_cast<int>(std::max<int64_t>(kv_tiles - 1, 0));
+  const int64_t last_key = std::max<int64_t>(p.index.capacity - 1, 0);
+  const int last = static_cast<int>(last_key / shape.kv_tile_keys);
   return FixedPart::Of(last, shape.kv_tile_keys).index + 1;
 }
 
@@ -195,15 +195,15 @@ WideScores ScoresOf(const Problem& p) {
 // The room for results of parts of q tiles. As WideWork, it must not depend on the softcap, without
 // which a plan is made.
 struct PartialRoom {
-  int groups;               // warpgroups of each result
-  int64_t partials, flags;  // results, and flags that say that they are there
-  int64_t sums;             // of fixed parts: as large as a result
+  int groups;        // warpgroups of each result, which have a flag each
+  int64_t partials;  // results
+  int64_t sums;      // of fixed parts: as large as a result
   int64_t result_bytes;
 
   int64_t flags_at() const { return (partials + sums) * result_bytes; }
   int64_t num_bytes() const {
     constexpr int64_t kAlignment = 256;
-    const int64_t bytes = flags_at() + flags * int64_t{sizeof(uint64_t)};
+    const int64_t bytes = flags_at() + partials * groups * int64_t{sizeof(uint64_t)};
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 };
@@ -213,27 +213,24 @@ PartialRoom RoomOf(const Problem& p) {
   const bool divides = MayDivide(p);
   if (!divides && !HasFixedParts(p)) return room;
   const ManyShape shape = PackedWork(p);
-  const int consumers =
+  room.groups =
       WideConsumers(WideHeadSizes::Bucket(p.LargerHeadSize()), KeysOf(p), WideScores::kMore);
-  room.groups = consumers;
   if (p.batch_invariant) {  // most results are of one token: no more than all rows of a KV head
     const int64_t rows = int64_t{p.num_tokens} * (shape.packs ? p.group_size : 1);
-    room.groups = static_cast<int>(std::clamp<int64_t>((rows + 63) / 64, 1, consumers));
+    room.groups = static_cast<int>(std::clamp<int64_t>((rows + 63) / 64, 1, room.groups));
   }
   room.result_bytes = int64_t{room.groups} * kWarpgroupThreads *
                       WidePartialVectors(ValueDimsOf(p)) * int64_t{sizeof(float4)};
   if (!p.batch_invariant) {
     room.partials = kMaxPartials;
-  } else {
-    const int parts = MaxFixedParts(p, shape);
+  } else if (const int parts = MaxFixedParts(p, shape); parts > 1) {
+    room.sums = NumMultiprocessors();
     constexpr int64_t kMostBytes = 64 << 20;
     // Only q tiles of which there is room for two in a round are divided.
     if (divides) {
       room.partials = std::min(int64_t{kMaxPartials / 2} * parts, kMostBytes / room.result_bytes);
     }
-    if (parts > 1) room.sums = NumMultiprocessors();
   }
-  room.flags = room.partials * room.groups;
   return room;
 }
 

@@ -64,7 +64,7 @@ struct WideParts {
   int first, each;  // the place of part 0, and from one part to the next
 
   __device__ WideParts(const WideProblem& problem, const ManyTile& tile, int group) : w(problem) {
-    const int groups = WideResults<S, kDims>{w}.Groups();
+    const int groups = Results{w}.Groups();
     first = ((tile.partial - tile.part) * w.work.num_heads +
              (w.work.packs ? tile.kv_head : tile.head)) *
                 groups +
@@ -77,7 +77,7 @@ struct WideParts {
   // Writes the result of this part.
   __device__ void Store(int part, int barrier, const RowSums& rows,
                         const float (&out)[kDims / 2]) const {
-    WideResults<S, kDims>{w}.Store(Place(part), rows, out);
+    Results{w}.Store(Place(part), rows, out);
     Publish(part, barrier);
   }
 
@@ -99,8 +99,7 @@ struct WideParts {
                       float (&out)[kDims / 2]) const {
     Await(first_part, step, count, barrier);
     auto vectors = [&](int n) { return Vectors(first_part + n * step); };
-    // Past L1, where another block's results may be missing.
-    auto ends_of = [&](int n) { return __ldcg(&vectors(n)[kDims / 8 * kStep]); };
+    auto ends_of = [&](int n) { return Results::Get(vectors(n), kDims / 8); };
     const float4 first_ends = ends_of(0);
     float row_max[2] = {fmaxf(rows.row_max[0], first_ends.x), fmaxf(rows.row_max[1], first_ends.y)};
 #pragma unroll 4
@@ -122,9 +121,7 @@ struct WideParts {
     float4 next[kAtOnce], next_ends = first_ends;
     auto fetch = [&](int n, int piece) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        next[i] = __ldcg(&vectors(n)[(piece * kAtOnce + i) * kStep]);
-      }
+      for (int i = 0; i < kAtOnce; ++i) next[i] = Results::Get(vectors(n), piece * kAtOnce + i);
     };
     fetch(0, 0);
 #pragma unroll 1
@@ -151,13 +148,11 @@ struct WideParts {
   }
 
  private:
-  static constexpr int kStep = WideResults<S, kDims>::kStep;
+  using Results = WideResults<S, kDims>;
 
   __device__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
   __device__ uint64_t* Flag(int part) const { return w.flags + Place(part); }
-  __device__ float4* Vectors(int part) const {
-    return WideResults<S, kDims>{w}.Vectors(Place(part));
-  }
+  __device__ float4* Vectors(int part) const { return Results{w}.Vectors(Place(part)); }
 };
 
 // Adds up the results of a q tile's parts. Each part's thread block calls it; true for the last
