@@ -121,21 +121,26 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       CommitMatrix();
     };
     // Waits for kv tile n's values, and zeroes those of keys that do not exist: they may hold NaN,
-    // and 0 times NaN is not 0. (Who turned values did that.)
+    // and 0 times NaN is not 0. (Who turned values did that.) Boxes without any key are zero.
     auto wait_values = [&](int n) {
       WaitBarrier(shared.values_full(values.stage), values.parity);
       if constexpr (S::kFp8) return;
       const int low = max(s.first_key - n * kKeys, 0), high = min(s.num_keys - n * kKeys, kKeys);
       if (low == 0 && high == kKeys) return;
-      const int missing = low + kKeys - high;
-      constexpr int kVectors = kWideRowBytes / 16;
-      for (int i = thread; i < missing * kVectors * S::kValueBlocks; i += S::kConsumerThreads) {
-        int key = i / kVectors % missing;
-        if (key >= low) key += high - low;
-        const int block = i / kVectors / missing;
-        const uint32_t to = shared.values(values.stage) + block * kKeys * kWideRowBytes +
-                            key * kWideRowBytes + i % kVectors * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+      const int end = p.block_table.data == nullptr ? kKeys : (high + w.box_keys - 1) & -w.box_keys;
+      if (low == 0 && high == end) return;
+      constexpr int kVectors = kWideRowBytes / 16, kOfKey = kVectors * S::kValueBlocks;
+      constexpr int kAtOnce = S::kConsumerThreads / kOfKey;  // keys
+      int of_block;  // read anew: no register of the loops around is to hold what follows from it
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(of_block));
+      const int mine = of_block - S::kProducerThreads, vector = mine % kOfKey;
+#pragma unroll 1
+      for (int i = mine / kOfKey; i < low + end - high; i += kAtOnce) {
+        const int key = i < low ? i : high + i - low;
+        const uint32_t at = shared.values(values.stage) +
+                            (vector / kVectors * kKeys + key) * kWideRowBytes +
+                            vector % kVectors * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
       }
       FenceProxy();
       SyncNamed(kZeroBarrier, S::kConsumerThreads);
