@@ -380,6 +380,21 @@ def fixed_call(rng: Rng) -> Call:
     return bounded(rng, call, always=True)
 
 
+def short_call(rng: Rng) -> Call:
+    """wide, with so many short sequences that q tiles have all query heads of a KV head."""
+    len_q = rng.integers(0, int(pick(rng, 30, 70, 140)), int(rng.integers(18, 40)))
+    sizes = wide(rng)._replace(
+        len_q=len_q,
+        len_k=len_q + rng.integers(0, int(pick(rng, 2, 400)), len(len_q)),
+        kv_heads=int(pick(rng, 2, 3)),
+        group=int(pick(rng, 4, 5, 8)),
+    )
+    call = driver.attention_call(rng, other_values(rng, sizes, 8))
+    call.tensors.pop("alibi_slopes", None)
+    call.scalars["batch_invariant"] = 0
+    return bounded(rng, call, always=True)
+
+
 def chunk_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, chunks(rng)), always=True)
 
@@ -536,6 +551,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     pairs_call,
     fixed_call,
     fixed_call,  # of these only some have strides for wide
+    short_call,
 )
 # The others' turns come seldom: these calls are large.
 BIG_KV_CACHE_EVERY, MANY_EVERY = 25, 36
@@ -544,6 +560,7 @@ SPECIAL = {
     "two KV heads": "swap of pairs",
     "three thread blocks": "swap of many",
     "fixed parts": "wide of fixed parts",
+    "all query heads": "wide of several heads",
 }
 UPDATED = ("key_cache", "value_cache", "k", "v")
 GRADIENTS = "attention_backward"

@@ -68,7 +68,14 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
         "general of gradients",
     ]
     if re.search(r"\bwide \d", served):  # on Hopper
-        engines += ["swap", "swap of pairs", "swap of many", "wide of fixed parts", "wide of gradients"]
+        engines += [
+            "swap",
+            "swap of pairs",
+            "swap of many",
+            "wide of fixed parts",
+            "wide of several heads",
+            "wide of gradients",
+        ]
     for engine in engines:
         assert re.search(rf"\b{engine} \d", served), engine
 

@@ -43,6 +43,11 @@ def serves_few(frontend: Frontend, function: str, arguments: Arguments) -> str |
     return _explained(frontend, function, arguments).few_queries if native.is_installed("cuda") else None
 
 
+def serves_many(frontend: Frontend, function: str, arguments: Arguments) -> str | None:
+    """The same of many queries."""
+    return _explained(frontend, function, arguments).many_queries if native.is_installed("cuda") else None
+
+
 def differentiated_by(frontend: Frontend, arguments: Arguments) -> str | None:
     """The engine of the gradients of flash_attn_varlen_func; None where the CUDA library is not installed."""
     if not native.is_installed("cuda"):

@@ -18,7 +18,7 @@ constexpr const Engine* kEngines[] = {&kSwapEngine,       &kSplitEngine,  &kSimt
 
 // Why no sequence can have many queries; "" if some can.
 const char* WhyNotMany(const Facts& facts, const ManyShape& shape) {
-  if (facts.max_queries >= shape.min_queries) return "";
+  if (facts.problem.max_queries >= shape.min_queries) return "";
   static thread_local char why[64];  // valid until this thread's next call
   std::snprintf(why, sizeof(why), "no sequence has as many as %d queries", shape.min_queries);
   return why;
@@ -49,8 +49,11 @@ const char* FewDescription(const Choice& choice) {
 }
 
 const char* ManyDescription(const Choice& choice) {
-  return Description(choice.Of(kMany), choice.many.fixed_parts > 0
+  const ManyShape& many = choice.many;
+  return Description(choice.Of(kMany), many.fixed_parts > 0
                                            ? "thread blocks may share fixed parts of the keys"
+                                       : many.packs && !many.divides && !choice.one_kernel
+                                           ? "q tiles of all query heads of a KV head"
                                            : nullptr);
 }
 
@@ -85,7 +88,7 @@ Choice ChooseEngines(const Facts& facts) {
   Choice choice = {};
   const Problem& p = facts.problem;
   choice.one_kernel = p.batch_invariant;
-  const int64_t longest = std::min<int64_t>(facts.max_queries, p.num_tokens) * p.group_size;
+  const int64_t longest = std::min<int64_t>(p.max_queries, p.num_tokens) * p.group_size;
   const bool countable = AreFewStepsCountable(facts, true);
   const bool few_rows = longest <= MaxFewRows(p.group_size) && countable;
   for (const Engine* engine : kEngines) {
@@ -133,7 +136,7 @@ void AddKernels(const Choice& choice, flashxla_needs* needs) {
     AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});
   } else {
     AddKernel(needs, {"few queries", few.name, few.description, choice.why_not[kFew]});
-    AddKernel(needs, {"many queries", many.name, many.description, choice.why_not[kMany]});
+    AddKernel(needs, {"many queries", many.name, ManyDescription(choice), choice.why_not[kMany]});
     if (&rest != &few && &rest != &many) {
       AddKernel(needs, {"other sequences", rest.name, rest.description, ""});
     }

@@ -14,8 +14,7 @@ namespace flashxla::attention {
 struct Facts {
   Problem problem;  // without a plan
   int64_t num_sequences;
-  int64_t max_queries;  // per sequence
-  int64_t capacity;     // the most keys that a sequence can have
+  int64_t capacity;  // the most keys that a sequence can have
 };
 
 // The arguments must have passed CheckAttentionArguments. With `aligned`, assumes aligned addresses
@@ -86,8 +85,13 @@ struct Choice {
   // Whether the engine for few queries may start while the one for many still runs.
   bool FewFollows() const { return few.combines && Runs(kMany); }
   RoleRules Roles() const {
-    return {engines[kFew] != nullptr,  all_few,         few_chunks, few_takes_rest,
-            engines[kMany] != nullptr, many.min_queries};
+    return {engines[kFew] != nullptr,
+            all_few,
+            few_chunks,
+            few_chunks && many.packs && !many.divides,
+            few_takes_rest,
+            engines[kMany] != nullptr,
+            many.min_queries};
   }
 };
 

@@ -24,14 +24,24 @@ struct OwnList {
   __device__ void SetRole(int n, Role role) const { sequences[n].role = role; }
 };
 
-// Reads the sequences into shared memory. The threads of the block must call it together, and may
-// read all sequences afterwards. Each calls note(s) for those that it reads, and publish() before
-// the threads synchronize. Returns whether the sequences are still what note got.
-template <typename Note, typename Publish>
-__device__ bool ReadOwnSequences(const Problem& p, PlannedSequence* sequences, Note&& note,
+// What decides about the sequences, of a Problem in shared memory: to read it as it is needed takes
+// as many turns.
+struct OwnCall {
+  IndexTensors index;
+  RoleRules roles;
+  Window window;
+  int32_t group_size;
+};
+
+// Reads the sequences into shared memory. Call: a Problem or an OwnCall. The threads of the block
+// must call it together, and may read all sequences afterwards. Each calls note(s) for those that
+// it reads, and publish() before the threads synchronize. Returns whether the sequences are still
+// what note got.
+template <typename Call, typename Note, typename Publish>
+__device__ bool ReadOwnSequences(const Call& call, PlannedSequence* sequences, Note&& note,
                                  Publish&& publish) {
-  const IndexTensors& index = p.index;
-  const bool checks = !p.roles.all_few && index.block_table.data != nullptr;
+  const IndexTensors& index = call.index;
+  const bool checks = !call.roles.all_few && index.block_table.data != nullptr;
   TableGlance glance(index.block_table, checks);
   const int threads = static_cast<int>(blockDim.x), num_sequences = NumSequences(index);
   bool grows = true;
@@ -44,7 +54,7 @@ __device__ bool ReadOwnSequences(const Problem& p, PlannedSequence* sequences, N
       grows = grows && AreQueries(index, begin, end);
       s.first_query = begin, s.num_queries = end - begin;
       if (has_keys && s.num_queries > 0) {
-        s.role = RoleOf(p.roles, p.group_size, s, SetSeen(p.window, &s));
+        s.role = RoleOf(call.roles, call.group_size, s, SetSeen(call.window, &s));
       } else {
         s = {};
       }
@@ -65,7 +75,7 @@ __device__ bool ReadOwnSequences(const Problem& p, PlannedSequence* sequences, N
   }
   if (checks) {
     __syncthreads();
-    CheckTables(p.roles, index.block_table, OwnList{sequences, index.num_sequences});
+    CheckTables(call.roles, index.block_table, OwnList{sequences, index.num_sequences});
   }
   __syncthreads();
   return false;

@@ -35,7 +35,7 @@ struct Shared {
   ListedSequence kept[kMaxKept];
   int32_t few_starts[kMaxKept];
   LongSequence kept_long[kMaxKeptLong];
-  int32_t cost[kMaxSorted], most_cost;  // kv tiles
+  uint32_t cost_keys[kMaxSorted];
   int32_t least_few_share;
 };
 
@@ -154,7 +154,7 @@ __device__ void ListFew(const PlanProblem& p, const SequenceTable& sequences, co
 // step, ... of the sequence. Lanes share a sequence, and all threads a huge one.
 template <typename Body>
 __device__ void ForEachLong(const LongList& list, Body&& body) {
-  const Lanes lanes(list.size);
+  const Lanes lanes(list.size, 8);  // neighbours write to the same lines
 #pragma unroll 1
   for (int n = lanes.group(); n < list.size; n += lanes.num_groups()) {
     const LongSequence s = list.Get(n);
@@ -193,26 +193,23 @@ __device__ int ListMany(const PlanProblem& p, Shared& shared, const LongList& li
                         ManyTile* tiles) {
   const bool sorted = count <= kMaxSorted;
   int parts = 1;
-#pragma unroll 1
-  for (int pass = sorted ? 0 : 1; pass < 2; ++pass) {  // finds the costs, writes
+  if (sorted) {
 #pragma unroll 1
     for (int n = threadIdx.x; n < count; n += NumThreads()) {
-      const ManyTile whole = ManyTileAt(p, list, n);
-      if (pass == 0) {
-        shared.cost[n] = KvTilesOf(whole, p.many.kv_tile_keys);
-        atomicMax(&shared.most_cost, shared.cost[n]);
-        continue;
-      }
-      const int k = sorted ? RankByCost(shared.cost, count, n) : n;
-      for (int part = 0; part < parts; ++part) {
-        ManyTile tile = whole;
-        p.many.fixed_parts > 0 ? TakeFixedParts(p.many, k, part, parts, &tile)
-                               : TakePart(p.many.kv_tile_keys, k, part, parts, &tile);
-        tiles[k * parts + part] = tile;
-      }
+      shared.cost_keys[n] = CostKey(KvTilesOf(ManyTileAt(p, list, n), p.many.kv_tile_keys), n);
     }
-    __syncthreads();
-    if (pass == 0) parts = ChooseManyParts(p.many, shared.most_cost, count);
+    SortKeys(shared.cost_keys, count);
+    parts = ChooseManyParts(p.many, CostOfKey(shared.cost_keys[0]), count);
+  }
+#pragma unroll 1
+  for (int k = threadIdx.x; k < count; k += NumThreads()) {
+    const ManyTile whole = ManyTileAt(p, list, sorted ? TileOfKey(shared.cost_keys[k]) : k);
+    for (int part = 0; part < parts; ++part) {
+      ManyTile tile = whole;
+      p.many.fixed_parts > 0 ? TakeFixedParts(p.many, k, part, parts, &tile)
+                             : TakePart(p.many.kv_tile_keys, k, part, parts, &tile);
+      tiles[k * parts + part] = tile;
+    }
   }
   return count * parts;
 }
@@ -345,7 +342,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
   int32_t* token_sequence = p.plan + layout.token_sequence();
 
   const int num_sequences = NumSequences(index);
-  if (thread == 0) shared.least_few_share = shared.most_cost = 0;
+  if (thread == 0) shared.least_few_share = 0;
   for (int i = thread; i < index.num_tokens; i += NumThreads()) token_sequence[i] = kNoSequence;
   const bool grows = ReadQueries(index, num_sequences, sequences.plan);
 
@@ -384,8 +381,9 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const __grid_constant__ P
 }  // namespace
 
 void LaunchPlan(const PlanProblem& p, cudaStream_t stream) {
-  const bool is_small =
-      p.index.num_sequences <= kFewThreads && p.index.num_tokens <= 64 * kFewThreads;
+  const bool is_small = p.index.num_sequences <= kFewThreads &&
+                        p.index.num_tokens <= 64 * kFewThreads &&
+                        p.layout().num_many <= 2 * kFewThreads + kMaxPartials;
   LaunchDependent(PlanKernel, 1, is_small ? kFewThreads : kThreads, 0, stream, p);
 }
 

@@ -41,10 +41,11 @@ inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
 }
 
 // Whether a sequence with more rows than that is faster with the engine for few queries.
-// min_many_queries: see ManyShape.
-inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t num_keys,
-                                           int min_many_queries) {
-  return num_queries < min_many_queries && num_keys >= 256;
+// min_many_queries: see ManyShape. takes_long: see RoleRules.
+inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t rows, int64_t num_keys,
+                                           int min_many_queries, bool takes_long) {
+  if (num_queries < min_many_queries) return num_keys >= 256;
+  return takes_long && rows <= kSwapQTileRows && num_keys >= 4096;
 }
 
 // A sequence, and what the plan adds.
@@ -133,7 +134,7 @@ constexpr int kMaxFewBlocks = 512;
 // own_plan.cuh. If some may have many queries: of so many sequences and q tiles of these, which
 // take so many rounds of a thread block of wide.
 constexpr int kMaxOwnSequences = 256;
-constexpr int kMaxOwnMixed = 128, kMaxOwnTiles = 512, kMaxOwnRounds = 64;
+constexpr int kMaxOwnMixed = 256, kMaxOwnTiles = 1024, kMaxOwnRounds = 64;
 
 // Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
 struct PlanLayout {
@@ -211,6 +212,7 @@ struct RoleRules {
   bool use_few;              // the role kFew has an engine of its own
   bool all_few;              // and every sequence has few queries
   bool few_chunks;           // it also takes chunks of queries that see many keys: see IsFewChunk
+  bool few_takes_long;       // and chunks with so many keys that they are better divided
   bool few_takes_rest;       // and what would be kRest
   bool use_many;             // the role kMany has an engine of its own
   int32_t min_many_queries;  // of a sequence that it takes

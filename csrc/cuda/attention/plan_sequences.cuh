@@ -53,8 +53,8 @@ __device__ inline Role RoleOf(const RoleRules& rules, int group_size, const Sequ
   if (keys.begin >= keys.end) return kIdle;
   const int64_t rows = int64_t{s.num_queries} * group_size;
   if (rules.all_few || (rules.use_few && rows <= MaxFewRows(group_size)) ||
-      (rules.few_chunks &&
-       IsFewChunk(s.num_queries, keys.end - keys.begin, rules.min_many_queries))) {
+      (rules.few_chunks && IsFewChunk(s.num_queries, rows, keys.end - keys.begin,
+                                      rules.min_many_queries, rules.few_takes_long))) {
     return kFew;
   }
   if (rules.use_many && s.num_queries >= rules.min_many_queries) return kMany;
@@ -62,13 +62,13 @@ __device__ inline Role RoleOf(const RoleRules& rules, int group_size, const Sequ
 }
 
 // Lanes of a warp that share a sequence: so many that all of these fit the threads of the block, if
-// they can.
+// they can, but not fewer than `least`.
 struct Lanes {
   int count;
 
-  __device__ explicit Lanes(int num_sequences) : count(32) {
+  __device__ explicit Lanes(int num_sequences, int least = 1) : count(32) {
     const int threads = static_cast<int>(blockDim.x);
-    while (count > 1 && num_sequences * count > threads) count /= 2;
+    while (count > least && num_sequences * count > threads) count /= 2;
   }
   __device__ int group() const { return threadIdx.x / count; }
   __device__ int num_groups() const { return blockDim.x / count; }

@@ -81,6 +81,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.index = index;
   p.window = WindowOf(args);
   p.num_tokens = index.num_tokens;
+  p.max_queries = args.max_seqlen_q;
   p.num_heads = static_cast<int32_t>(args.q.shape[1]);
   p.num_kv_heads = static_cast<int32_t>(k.num_heads);
   p.group_size = p.num_heads / p.num_kv_heads;
@@ -118,7 +119,7 @@ Facts FactsOf(const flashxla_attention_args& args, bool aligned) {
     known.q.data = known.k.data = known.v.data = known.out.data = &address;
   }
   const IndexTensors index = IndexTensorsOf(known);
-  return {ProblemOf(known, index), index.num_sequences, args.max_seqlen_q, index.capacity};
+  return {ProblemOf(known, index), index.num_sequences, index.capacity};
 }
 
 }  // namespace flashxla::attention

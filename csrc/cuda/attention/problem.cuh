@@ -79,6 +79,7 @@ struct Problem {
   BlockTable block_table;  // null data: dense
   Window window;
   int32_t num_tokens, num_heads, num_kv_heads, group_size;
+  int64_t max_queries;  // per sequence, if the caller is right
   FastDivide by_group_size;
   int32_t block_shift;  // log2 of the block size if that is a power of two, else -1
   FewShape few;

@@ -46,21 +46,14 @@ struct Scan {
   }
 };
 
-// How many of `count` tiles come before tile k if the most expensive come first.
-__device__ inline int RankByCost(const int32_t* cost, int count, int k) {
-  const int own = cost[k];
-  int rank = 0;
-#pragma unroll 4
-  for (int j = 0; j < count; ++j) rank += cost[j] > own || (cost[j] == own && j < k);
-  return rank;
-}
-
 // A number by which tile k of less than 2048 is sorted: the most expensive first, and of those that
 // cost the same the first.
 __device__ inline uint32_t CostKey(int cost, int k) {
   constexpr int kMostCost = (1 << 21) - 1;  // more differs no more
   return static_cast<uint32_t>(min(cost, kMostCost)) << 11 | (2047 - k);
 }
+__device__ inline int CostOfKey(uint32_t key) { return static_cast<int>(key >> 11); }
+__device__ inline int TileOfKey(uint32_t key) { return 2047 - static_cast<int>(key & 2047); }
 
 // How many of `count` keys are larger than `own`. They lie at a multiple of 16 bytes, and zeros
 // fill up the last four.
@@ -74,23 +67,26 @@ __device__ inline int RankByKey(const uint32_t* keys, int count, uint32_t own) {
   return rank;
 }
 
-// Sorts at most kMost tiles, the most expensive first. All threads of the block must call it.
-template <int kMost>
-__device__ void SortByCost(const int32_t* cost, int2* tiles, int count) {
-  constexpr int kEach = kMost / kScanThreads;
-  int2 mine[kEach];
-  int rank[kEach];
+// Sorts `count` keys, the largest first (bitonic sort). There must be room for the next power of
+// two. All threads of the block must call it, after they wrote the keys.
+__device__ inline void SortKeys(uint32_t* keys, int count) {
+  int size = 1;
+  while (size < count) size *= 2;
 #pragma unroll 1
-  for (int n = 0; n < kEach; ++n) {
-    const int k = threadIdx.x + n * kScanThreads;
-    if (k >= count) continue;
-    mine[n] = tiles[k];
-    rank[n] = RankByCost(cost, count, k);
-  }
+  for (int n = count + threadIdx.x; n < size; n += blockDim.x) keys[n] = 0;
   __syncthreads();
 #pragma unroll 1
-  for (int n = 0; n < kEach; ++n) {
-    if (static_cast<int>(threadIdx.x) + n * kScanThreads < count) tiles[rank[n]] = mine[n];
+  for (int run = 2; run <= size; run *= 2) {
+#pragma unroll 1
+    for (int step = run / 2; step > 0; step /= 2) {
+#pragma unroll 1
+      for (int n = threadIdx.x; n < size / 2; n += blockDim.x) {
+        const int low = 2 * n - (n & (step - 1)), high = low + step;
+        const uint32_t x = keys[low], y = keys[high];
+        if ((x < y) == ((low & run) == 0)) keys[low] = y, keys[high] = x;
+      }
+      __syncthreads();
+    }
   }
 }
 

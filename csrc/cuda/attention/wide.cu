@@ -184,10 +184,39 @@ bool MayDivide(const Problem& p) {
              : p.index.capacity > int64_t{kMinDividedKvTiles - 1} * shape.kv_tile_keys;
 }
 
+// About how many q tiles a call has. Unless the sequences are alike, the last one of each is taken
+// to be half full.
+float NumTiles(const Problem& p, const ManyShape& shape) {
+  const int64_t sequences = p.index.num_sequences, tokens = shape.q_tile_tokens;
+  const bool alike = p.num_tokens == sequences * p.max_queries;
+  const float each =
+      alike ? static_cast<float>((p.max_queries + tokens - 1) / tokens)
+            : std::max(static_cast<float>(p.num_tokens) / (sequences * tokens) + .5f, 1.f);
+  return each * sequences * shape.num_heads;
+}
+
+// Whether q tiles have all heads of a KV head because sequences are short: so they are fewer. If
+// they are not, it is a bit slower; more than that where the instance has code for all, or where
+// a kernel has to make the plan then.
+bool PacksShort(const Problem& p) {
+  if (!HasParts(p) || p.index.num_sequences == 0) return false;
+  const ManyShape whole = WholeWork(p, WideScores::kMore), packed = PackedWork(p);
+  const float num_whole = NumTiles(p, whole);
+  const float slower = KeysOf(p) == WideKeys::kDirect ? 1.06f : 1.25f;
+  auto plans_itself = [&](const ManyShape& shape) {
+    return FitsOwnPlan(shape, p.index.num_sequences, p.num_tokens);
+  };
+  const float plan = plans_itself(whole) && !plans_itself(packed) ? 1000.f : 0.f;
+  return num_whole > NumMultiprocessors() && slower * NumTiles(p, packed) + plan < num_whole;
+}
+
 WideScores ScoresOf(const Problem& p) {
   if (p.alibi_slopes.data != nullptr) return WideScores::kAny;
   if (p.batch_invariant) return WideScores::kFixed;
   if (MayDivide(p)) return WideScores::kMore;
+  if (PacksShort(p)) {
+    return p.softcap > 0.f || Gathers(p) ? WideScores::kMore : WideScores::kPacked;
+  }
   if (Gathers(p)) return WideScores::kAny;  // which has more registers for that
   return p.softcap > 0.f ? WideScores::kMore : WideScores::kPlain;
 }
@@ -284,6 +313,8 @@ bool LaunchDirect(const Problem& p, WideScores scores, void* workspace, cudaStre
   switch (scores) {
     case Scores::kPlain:
       return launch(std::integral_constant<Scores, Scores::kPlain>{});
+    case Scores::kPacked:
+      return launch(std::integral_constant<Scores, Scores::kPacked>{});
     case Scores::kMore:
       return launch(std::integral_constant<Scores, Scores::kMore>{});
     case Scores::kFixed:
@@ -326,7 +357,8 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 
 ManyShape WideWork(const Problem& p) {
   const bool divides = MayDivide(p);
-  ManyShape shape = divides || HasFixedParts(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p));
+  ManyShape shape =
+      divides || HasFixedParts(p) || PacksShort(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p));
   shape.divides = divides;
   if (divides && p.batch_invariant) {
     shape.fixed_parts = MaxFixedParts(p, shape);

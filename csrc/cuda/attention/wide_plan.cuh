@@ -61,7 +61,8 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   const Problem& p = w.p;
   const int tokens = TileRows<S>{w}.tokens();
   const int i = threadIdx.x;
-  ReadOwnSequences(p, own->sequences, [](const PlannedSequence&) {}, [] {});
+  const OwnCall call = {p.index, p.roles, p.window, p.group_size};
+  ReadOwnSequences(call, own->sequences, [](const PlannedSequence&) {}, [] {});
   const PlannedSequence s = i < p.index.num_sequences ? own->sequences[i] : PlannedSequence{};
   if (blockIdx.x == 0) {
     const unsigned served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);
@@ -95,7 +96,7 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
     own->cost_keys[n] = 0;
     if (n >= total) continue;
     // The first sequence with ends[] > n is in (low, high].
-    int low = -1, high = kMaxOwnMixed - 1;
+    int low = -1, high = p.index.num_sequences - 1;
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -110,9 +111,12 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
     if (S::kDivides) atomicMax(&own->most_cost, cost);
   }
   __syncthreads();
+  if (total <= S::kThreads) {  // sooner done than to sort
+    if (i < total) own->order[RankByKey(own->cost_keys, total, own->cost_keys[i])] = i;
+  } else {
+    SortKeys(own->cost_keys, total);
 #pragma unroll 1
-  for (int n = i; n < total; n += S::kThreads) {
-    own->order[RankByKey(own->cost_keys, total, own->cost_keys[n])] = n;
+    for (int n = i; n < total; n += S::kThreads) own->order[n] = TileOfKey(own->cost_keys[n]);
   }
   __syncthreads();
   int parts = 1;

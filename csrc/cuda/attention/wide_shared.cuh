@@ -50,11 +50,12 @@ constexpr int WideLeastBoxKeys(int dims, WideKeys keys) {
 // What an instance has code for: ALiBi costs registers, and code between what all calls need costs
 // time, though it is not executed.
 enum class WideScores {
-  kPlain,  // scores are products times a number
-  kMore,   // and a softcap, keys in pages so small that threads copy them, q tiles of several heads
-           // and q tiles whose keys are divided into parts
-  kFixed,  // 16-bit keys with batch_invariant: the same, but for fixed parts
-  kAny,    // and ALiBi. Of fp8 keys: all of this. Of 16-bit keys: a softcap, small pages and ALiBi
+  kPlain,   // scores are products times a number
+  kPacked,  // and q tiles have several heads
+  kMore,    // and a softcap, keys in pages so small that threads copy them, and q tiles whose keys
+            // are divided into parts
+  kFixed,   // 16-bit keys with batch_invariant: the same, but for fixed parts
+  kAny,     // and ALiBi. Of fp8 keys: all of this. Of 16-bit keys: a softcap, small pages and ALiBi
 };
 
 // Warpgroups that multiply.
@@ -78,12 +79,13 @@ struct WideShape {
   static constexpr bool kWidened = IsWidened(kKeyKind);
   static constexpr bool kWidensQueries = kKeyKind == WideKeys::kAllWidened;
   static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
-  static constexpr bool kSoftcap = kScores != WideScores::kPlain;
+  static constexpr bool kSoftcap = kScores != WideScores::kPlain && kScores != WideScores::kPacked;
   static constexpr bool kDivides = kSoftcap && !(kDirect && kScores == WideScores::kAny);
+  static constexpr bool kPacks = kDivides || kScores == WideScores::kPacked;
   static constexpr bool kFixedParts = kDirect ? kScores == WideScores::kFixed : kDivides;
   static constexpr bool kAnyParts = kDivides && !(kDirect && kFixedParts);
   static constexpr bool kAlibi = kScores == WideScores::kAny;
-  static constexpr bool kGathers = kScores != WideScores::kPlain;
+  static constexpr bool kGathers = kSoftcap;
   static constexpr int kKeys = WideKvTileKeys(kValueDims, kKeyKind);
   static constexpr int kLeastBoxKeys = WideLeastBoxKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
@@ -168,19 +170,17 @@ struct WideProblem {
 
 #if defined(FLASHXLA_HOPPER)
 
-// How the rows of a q tile lie: those of a token are neighbours. Only instances that divide q tiles
-// have code for more than one row of a token.
+// How the rows of a q tile lie: those of a token are neighbours. Only some instances have code for
+// more than one row of a token.
 template <typename S>
 struct TileRows {
   const WideProblem& w;
 
-  __device__ int tokens() const { return S::kDivides ? w.work.q_tile_tokens : S::kQTileRows; }
-  __device__ int heads() const {
-    return S::kDivides ? static_cast<int>(w.packed_heads.divisor) : 1;
-  }
+  __device__ int tokens() const { return S::kPacks ? w.work.q_tile_tokens : S::kQTileRows; }
+  __device__ int heads() const { return S::kPacks ? static_cast<int>(w.packed_heads.divisor) : 1; }
   // The query token of a row, from the tile's first one on.
   __device__ int Query(int row) const {
-    return S::kDivides ? static_cast<int>(w.packed_heads.Quotient(row)) : row;
+    return S::kPacks ? static_cast<int>(w.packed_heads.Quotient(row)) : row;
   }
 };
 

@@ -23,7 +23,7 @@ struct PlanProblem {
 
 struct Shared {
   attention::ScanMemory scan;
-  int32_t cost[kMaxSorted];
+  uint32_t cost_keys[kMaxSorted];
   int32_t ends[kScanWarps];
 };
 
@@ -70,6 +70,23 @@ __device__ int MaxBefore(int32_t* warps, int value, int before, int* last) {
   return result;
 }
 
+// Lists tiles in the order of sorted keys.
+__device__ void InOrder(const uint32_t* cost_keys, int2* tiles, int count) {
+  constexpr int kEach = kMaxSorted / kScanThreads;
+  int2 mine[kEach];
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int k = static_cast<int>(threadIdx.x) + n * kScanThreads;
+    if (k < count) mine[n] = tiles[attention::TileOfKey(cost_keys[k])];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int k = static_cast<int>(threadIdx.x) + n * kScanThreads;
+    if (k < count) tiles[k] = mine[n];
+  }
+}
+
 __global__ void __launch_bounds__(kScanThreads)
     PlanKernel(const __grid_constant__ PlanProblem problem) {
   __shared__ Shared shared;
@@ -112,14 +129,16 @@ __global__ void __launch_bounds__(kScanThreads)
       const int place = keys_before + t;
       key_tiles[place] = {i, range.x + t};
       if (place < kMaxSorted) {
-        shared.cost[place] =
+        const int cost =
             problem.deterministic ? tiles - t : CostOf(s, p.window, layout.key_tile, range.x + t);
+        shared.cost_keys[place] = attention::CostKey(cost, place);
       }
     }
   }
-  __syncthreads();
-  if (!shares_keys && num_key_tiles <= kMaxSorted)
-    attention::SortByCost<kMaxSorted>(shared.cost, key_tiles, num_key_tiles);
+  if (!shares_keys && num_key_tiles <= kMaxSorted) {
+    attention::SortKeys(shared.cost_keys, num_key_tiles);
+    InOrder(shared.cost_keys, key_tiles, num_key_tiles);
+  }
   if (threadIdx.x == 0) {
     row_tile_starts[count] = num_row_tiles;
     int32_t* totals = p.plan + layout.totals();
