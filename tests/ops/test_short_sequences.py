@@ -113,8 +113,8 @@ def test_unsound_pages(frontend: Frontend, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.frontends("torch", "jax_jit")
-@pytest.mark.parametrize("queries", [1, 30])
-def test_many_q_tiles(frontend: Frontend, rng: np.random.Generator, queries: int) -> None:
-    """The plan sorts up to 2,048 q tiles by their keys."""
-    lens = tuple((queries + n % 40, 40 + n % 300) for n in range(600))
-    check_twice(frontend, *call_of(rng, Case(lens, heads=(4, 1), dtype="bf16", dim=64, page=16)))
+@pytest.mark.parametrize(("sequences", "queries"), [(200, 30), (600, 1), (600, 30)])
+def test_many_q_tiles(frontend: Frontend, rng: np.random.Generator, sequences: int, queries: int) -> None:
+    """Up to 2,048 q tiles are sorted by their keys: by wide itself with 200 sequences, else by the plan."""
+    lens = tuple((queries + n % 40, 40 + n % 300) for n in range(sequences))
+    check_twice(frontend, *call_of(rng, Case(lens, heads=(4, 1), dtype="bf16", dim=128, page=16)))

@@ -24,8 +24,8 @@ struct OwnList {
   __device__ void SetRole(int n, Role role) const { sequences[n].role = role; }
 };
 
-// What decides about the sequences, of a Problem in shared memory: to read it as it is needed takes
-// as many turns.
+// What of a Problem decides about the sequences, in registers. Where the problem lies in shared
+// memory, to read one number after another, each when it is needed, takes longer.
 struct OwnCall {
   IndexTensors index;
   RoleRules roles;

@@ -130,11 +130,10 @@ constexpr int kMaxPartials = 144;
 // than this, each has one block, and there are no partial results.)
 constexpr int kMaxFewBlocks = 512;
 
-// Of so many sequences, all with few queries, the Hopper engines can make the plan themselves: see
-// own_plan.cuh. If some may have many queries: of so many sequences and q tiles of these, which
-// take so many rounds of a thread block of wide.
-constexpr int kMaxOwnSequences = 256;
-constexpr int kMaxOwnMixed = 256, kMaxOwnTiles = 1024, kMaxOwnRounds = 64;
+// Of so many sequences the Hopper engines can make the plan themselves: see own_plan.cuh. If some
+// may have many queries: of so many q tiles of these, which take so many rounds of a thread block
+// of wide.
+constexpr int kMaxOwnSequences = 256, kMaxOwnTiles = 1024, kMaxOwnRounds = 64;
 
 // Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
 struct PlanLayout {

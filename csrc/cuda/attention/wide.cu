@@ -369,7 +369,7 @@ ManyShape WideWork(const Problem& p) {
 
 bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens) {
   const int64_t tiles = PlanLayout::MaxManyTiles(num_sequences, num_tokens, shape.q_tile_tokens);
-  return num_sequences <= kMaxOwnMixed && tiles <= kMaxOwnTiles &&
+  return num_sequences <= kMaxOwnSequences && tiles <= kMaxOwnTiles &&
          tiles * shape.num_heads <= int64_t{kMaxOwnRounds} * shape.num_blocks;
 }
 

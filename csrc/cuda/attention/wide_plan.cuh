@@ -14,9 +14,9 @@ namespace flashxla::attention {
 struct WideOwnPlan {
   // A function that is not inline would read each field of the kernel's from memory.
   WideProblem problem;
-  PlannedSequence sequences[kMaxOwnMixed];
-  int32_t ends[kMaxOwnMixed];  // the q tiles up to a sequence's last
-  int32_t warp_tiles[kMaxOwnMixed / 32];
+  PlannedSequence sequences[kMaxOwnSequences];
+  int32_t ends[kMaxOwnSequences];  // the q tiles up to a sequence's last
+  int32_t warp_tiles[kMaxOwnSequences / 32];
   struct Tile {
     int32_t index, first_query;
     KeyRange keys;
@@ -69,15 +69,15 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
     if (i % 32 == 0) atomicAdd(&own->num_served, served);
   }
   int end = InclusiveSum(ManyTiles(s.role, s.num_queries, tokens));
-  if (i % 32 == 31 && i < kMaxOwnMixed) own->warp_tiles[i / 32] = end;
+  if (i % 32 == 31 && i < kMaxOwnSequences) own->warp_tiles[i / 32] = end;
   __syncthreads();
   int total = 0;
 #pragma unroll
-  for (int warp = 0; warp < kMaxOwnMixed / 32; ++warp) {
+  for (int warp = 0; warp < kMaxOwnSequences / 32; ++warp) {
     if (warp < i / 32) end += own->warp_tiles[warp];
     total += own->warp_tiles[warp];
   }
-  if (i < kMaxOwnMixed) own->ends[i] = end;
+  if (i < kMaxOwnSequences) own->ends[i] = end;
   if (i == 0) own->most_cost = 0;
   __syncthreads();
   // By a thread that has nothing else to do when the plan is made.
