@@ -368,16 +368,21 @@ def many_call(rng: Rng) -> Call:
     return call
 
 
+def wide_attention_call(rng: Rng, sizes: Sizes) -> Call:
+    call = driver.attention_call(rng, other_values(rng, sizes, 8))
+    call.tensors.pop("alibi_slopes", None)
+    return bounded(rng, call, always=True)
+
+
 def fixed_call(rng: Rng) -> Call:
     """wide, with so many keys that thread blocks share them where batch_invariant lets them."""
     sizes = chunks(rng)
     len_q = np.where(rng.random(len(sizes.len_q)) < 0.5, sizes.len_q, 1)
     sizes = sizes._replace(len_q=len_q, len_k=len_q + rng.integers(0, 6000, len(len_q)))
     sizes.len_k[0] = len_q[0] + rng.integers(2100, 6000)
-    call = driver.attention_call(rng, other_values(rng, sizes, 8))
-    call.tensors.pop("alibi_slopes", None)
+    call = wide_attention_call(rng, sizes)
     call.scalars["batch_invariant"] = 1
-    return bounded(rng, call, always=True)
+    return call
 
 
 def short_call(rng: Rng) -> Call:
@@ -389,10 +394,9 @@ def short_call(rng: Rng) -> Call:
         kv_heads=int(pick(rng, 2, 3)),
         group=int(pick(rng, 4, 5, 8)),
     )
-    call = driver.attention_call(rng, other_values(rng, sizes, 8))
-    call.tensors.pop("alibi_slopes", None)
+    call = wide_attention_call(rng, sizes)
     call.scalars["batch_invariant"] = 0
-    return bounded(rng, call, always=True)
+    return call
 
 
 def chunk_call(rng: Rng) -> Call:
@@ -400,9 +404,7 @@ def chunk_call(rng: Rng) -> Call:
 
 
 def wide_call(rng: Rng) -> Call:
-    call = driver.attention_call(rng, other_values(rng, wide(rng), 8))
-    call.tensors.pop("alibi_slopes", None)
-    return bounded(rng, call, always=True)
+    return wide_attention_call(rng, wide(rng))
 
 
 def alibi_call(rng: Rng) -> Call:

@@ -52,7 +52,7 @@ const char* ManyDescription(const Choice& choice) {
   const ManyShape& many = choice.many;
   return Description(choice.Of(kMany), many.fixed_parts > 0
                                            ? "thread blocks may share fixed parts of the keys"
-                                       : many.packs && !many.divides && !choice.one_kernel
+                                       : many.packs_whole() && !choice.one_kernel
                                            ? "q tiles of all query heads of a KV head"
                                            : nullptr);
 }

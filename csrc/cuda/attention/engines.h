@@ -88,7 +88,7 @@ struct Choice {
     return {engines[kFew] != nullptr,
             all_few,
             few_chunks,
-            few_chunks && many.packs && !many.divides,
+            few_chunks && many.packs_whole(),
             few_takes_rest,
             engines[kMany] != nullptr,
             many.min_queries};

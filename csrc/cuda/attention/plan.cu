@@ -14,8 +14,6 @@ namespace {
 constexpr int kFewThreads = 256, kThreads = kScanThreads;
 __device__ int NumThreads() { return static_cast<int>(blockDim.x); }
 
-// With more q tiles of many queries than this they are not sorted by cost: so many balance anyway.
-constexpr int kMaxSorted = 2048;
 // A sequence with more queries than this is long: several threads share its work here.
 constexpr int kMinLong = 8;
 

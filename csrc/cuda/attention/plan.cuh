@@ -120,6 +120,9 @@ struct ManyShape {
   // If they are divided into fixed parts: how many those of a q tile can be, and of how many, of
   // all heads together, there is room for the results.
   int32_t fixed_parts = 0, fixed_partials = 0;
+
+  // Whether q tiles have the rows of a KV head, and all of their keys.
+  bool packs_whole() const { return packs && !divides; }
 };
 
 // The most partial results of q tiles of many queries, of all heads together: as many as the

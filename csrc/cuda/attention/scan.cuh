@@ -46,14 +46,19 @@ struct Scan {
   }
 };
 
-// A number by which tile k of less than 2048 is sorted: the most expensive first, and of those that
-// cost the same the first.
+// More tiles than this are not sorted by cost: so many balance anyway.
+constexpr int kTileBits = 11, kMaxSorted = 1 << kTileBits;
+
+// A number by which tile k of less than kMaxSorted is sorted: the most expensive first, and of
+// those that cost the same the first.
 __device__ inline uint32_t CostKey(int cost, int k) {
-  constexpr int kMostCost = (1 << 21) - 1;  // more differs no more
-  return static_cast<uint32_t>(min(cost, kMostCost)) << 11 | (2047 - k);
+  constexpr int kMostCost = (1 << (32 - kTileBits)) - 1;  // more differs no more
+  return static_cast<uint32_t>(min(cost, kMostCost)) << kTileBits | (kMaxSorted - 1 - k);
 }
-__device__ inline int CostOfKey(uint32_t key) { return static_cast<int>(key >> 11); }
-__device__ inline int TileOfKey(uint32_t key) { return 2047 - static_cast<int>(key & 2047); }
+__device__ inline int CostOfKey(uint32_t key) { return static_cast<int>(key >> kTileBits); }
+__device__ inline int TileOfKey(uint32_t key) {
+  return kMaxSorted - 1 - static_cast<int>(key & (kMaxSorted - 1));
+}
 
 // How many of `count` keys are larger than `own`. They lie at a multiple of 16 bytes, and zeros
 // fill up the last four.

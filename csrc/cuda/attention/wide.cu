@@ -201,20 +201,22 @@ float NumTiles(const Problem& p, const ManyShape& shape) {
 bool PacksShort(const Problem& p) {
   if (!HasParts(p) || p.index.num_sequences == 0) return false;
   const ManyShape whole = WholeWork(p, WideScores::kMore), packed = PackedWork(p);
+  if (!packed.packs) return false;
   const float num_whole = NumTiles(p, whole);
   const float slower = KeysOf(p) == WideKeys::kDirect ? 1.06f : 1.25f;
   auto plans_itself = [&](const ManyShape& shape) {
     return FitsOwnPlan(shape, p.index.num_sequences, p.num_tokens);
   };
   const float plan = plans_itself(whole) && !plans_itself(packed) ? 1000.f : 0.f;
-  return num_whole > NumMultiprocessors() && slower * NumTiles(p, packed) + plan < num_whole;
+  return num_whole > whole.num_blocks && slower * NumTiles(p, packed) + plan < num_whole;
 }
 
-WideScores ScoresOf(const Problem& p) {
+// What the call's instance has code for, if its work packs or divides q tiles as `work` says.
+WideScores ScoresOf(const Problem& p, const ManyShape& work) {
   if (p.alibi_slopes.data != nullptr) return WideScores::kAny;
   if (p.batch_invariant) return WideScores::kFixed;
-  if (MayDivide(p)) return WideScores::kMore;
-  if (PacksShort(p)) {
+  if (work.divides) return WideScores::kMore;
+  if (work.packs) {
     return p.softcap > 0.f || Gathers(p) ? WideScores::kMore : WideScores::kPacked;
   }
   if (Gathers(p)) return WideScores::kAny;  // which has more registers for that
@@ -265,15 +267,14 @@ PartialRoom RoomOf(const Problem& p) {
 
 int64_t WorkspaceBytes(const Problem& p) { return RoomOf(p).num_bytes(); }
 
+// w: its problem and work; the rest is filled in.
 template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind,
           WideScores kScores>
-bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
+bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
   using S = WideShape<kDims, kValueDims, kKeyKind, kScores>;
-  WideProblem w = {};
-  w.p = p;
+  const Problem& p = w.p;
   w.box_keys = KeysOfBox(p, S::kKeys);
   w.block_size = FastDivide(p.block_table.block_size);
-  w.work = WideWork(p);
   w.num_heads = FastDivide(w.work.num_heads);
   w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
   w.gathers = S::kGathers && w.box_keys < S::kLeastBoxKeys;
@@ -296,18 +297,18 @@ bool Launch(const Problem& p, void* workspace, cudaStream_t stream) {
 
 // Softcaps and parts of fp8 keys have no instance of their own.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
-bool LaunchConverted(const Problem& p, WideScores scores, void* workspace, cudaStream_t stream) {
+bool LaunchConverted(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
   return scores == WideScores::kPlain
-             ? Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kPlain>(p, workspace,
+             ? Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kPlain>(w, workspace,
                                                                                 stream)
-             : Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kAny>(p, workspace, stream);
+             : Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kAny>(w, workspace, stream);
 }
 
 template <typename Out, int kDims, int kValueDims>
-bool LaunchDirect(const Problem& p, WideScores scores, void* workspace, cudaStream_t stream) {
+bool LaunchDirect(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
   auto launch = [&](auto which) {
     return Launch<Out, Out, kDims, kValueDims, WideKeys::kDirect, decltype(which)::value>(
-        p, workspace, stream);
+        w, workspace, stream);
   };
   using Scores = WideScores;
   switch (scores) {
@@ -327,7 +328,9 @@ bool LaunchDirect(const Problem& p, WideScores scores, void* workspace, cudaStre
 
 flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t stream) {
   bool launched = false;
-  const WideScores scores = ScoresOf(p);
+  WideProblem w = {};
+  w.p = p, w.work = WideWork(p);
+  const WideScores scores = ScoresOf(p, w.work);
   const WideKeys keys = KeysOf(p);
   WithInstance<WideHeadSizes>(p, [&](auto t, auto dims, auto is_fp8) {
     using Out = typename decltype(t)::type;
@@ -335,16 +338,16 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
     if constexpr (!decltype(is_fp8)::value) {
       constexpr int kFewValueDims = WideValueDims(kDims, 1);
       launched = ValueDimsOf(p) == kDims
-                     ? LaunchDirect<Out, kDims, kDims>(p, scores, workspace, stream)
-                     : LaunchDirect<Out, kDims, kFewValueDims>(p, scores, workspace, stream);
+                     ? LaunchDirect<Out, kDims, kDims>(w, scores, workspace, stream)
+                     : LaunchDirect<Out, kDims, kFewValueDims>(w, scores, workspace, stream);
     } else if (keys == WideKeys::kWidened) {
-      launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(p, scores, workspace, stream);
+      launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(w, scores, workspace, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
       if (keys == WideKeys::kAllWidened) {
         launched =
-            LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(p, scores, workspace, stream);
+            LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(w, scores, workspace, stream);
       } else if constexpr (kDims <= 128) {
-        launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(p, scores, workspace,
+        launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(w, scores, workspace,
                                                                               stream);
       }
     }
@@ -358,7 +361,7 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 ManyShape WideWork(const Problem& p) {
   const bool divides = MayDivide(p);
   ManyShape shape =
-      divides || HasFixedParts(p) || PacksShort(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p));
+      divides || HasFixedParts(p) || PacksShort(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p, {}));
   shape.divides = divides;
   if (divides && p.batch_invariant) {
     shape.fixed_parts = MaxFixedParts(p, shape);

@@ -21,6 +21,7 @@ struct WideOwnPlan {
     int32_t index, first_query;
     KeyRange keys;
   } tiles[kMaxOwnTiles];
+  static_assert(kMaxOwnTiles <= kMaxSorted);
   alignas(16) uint32_t cost_keys[kMaxOwnTiles];
   int32_t most_cost;            // kv tiles
   int32_t num_served;           // query tokens

@@ -7,13 +7,11 @@ namespace flashxla::attention_backward {
 namespace {
 
 using attention::kAllLanes;
+using attention::kMaxSorted;
 using attention::kScanThreads;
 using attention::kScanWarps;
 using attention::ListedSequence;
 using attention::PlannedSequence;
-
-// With more key tiles than this they are not sorted by cost: so many balance anyway.
-constexpr int kMaxSorted = 2048;
 
 struct PlanProblem {
   attention::PlanProblem attention;
