@@ -224,6 +224,48 @@ def test_gradients(framework: str, lse: bool) -> None:
     assert flashxla.explain(*given, k_descale=scale, platform="cpu").gradients is None
 
 
+# Head sizes and dtype; on a Hopper GPU the engine of the gradients, and which head sizes it has copies of.
+GRADIENTS_ON_A_GPU: list[tuple[tuple[int, int], str, str, set[int]]] = [
+    ((104, 104), "bfloat16", "wide", set()),
+    ((100, 100), "bfloat16", "wide", {100}),
+    ((128, 100), "float16", "wide", {100}),
+    ((36, 99), "bfloat16", "wide", {36, 99}),
+    ((250, 250), "float16", "wide", {250}),
+    ((60, 60), "float32", "tile32", set()),
+    ((30, 99), "float32", "tile32", {30, 99}),
+    ((257, 100), "bfloat16", "general", set()),
+    ((300, 300), "float32", "general", set()),
+]
+
+
+@pytest.mark.parametrize(("dims", "dtype", "engine", "copied"), GRADIENTS_ON_A_GPU)
+def test_gradients_on_a_gpu(dims: tuple[int, int], dtype: str, engine: str, copied: set[int]) -> None:
+    """Tensors with heads that are no multiple of 16 bytes have copies in the workspace, where that helps."""
+    if not native.is_installed("cuda"):
+        pytest.skip("libflashxla_cuda.so is not installed")
+    jax = pytest.importorskip("jax")
+    tokens, unit = 64, 16 // jax.numpy.dtype(dtype).itemsize
+
+    def gradients(dim: int, v_dim: int) -> flashxla.Explanation:
+        q, k, v = (
+            jax.ShapeDtypeStruct((tokens, heads, size), dtype)
+            for heads, size in ((HQ, dim), (HK, dim), (HK, v_dim))
+        )
+        offsets = jax.ShapeDtypeStruct((S + 1,), "int32")
+        given = ("flash_attn_varlen_func", q, k, v, tokens, offsets, tokens, offsets)
+        got = flashxla.explain(*given, platform="cuda").gradients
+        assert got is not None
+        return got
+
+    got = gradients(*dims)
+    (kernel,) = got.kernels
+    assert kernel.name == engine and ("aligned copies" in kernel.description) == bool(copied), kernel
+    # Of queries and of keys or values, each with its gradient, and out is like queries with heads of values.
+    elements = sum(tokens * 2 * (HQ + HK) * (-(-dim // unit) * unit) for dim in dims if dim in copied)
+    padded = gradients(*(-(-dim // unit) * unit for dim in dims))
+    assert got.workspace_bytes - padded.workspace_bytes == elements * 16 // unit
+
+
 def test_no_gradients() -> None:
     query, *rest = torch_arguments()
     assert flashxla.explain("paged_attention", query, *rest).gradients is None

@@ -37,7 +37,8 @@ KINDS = {
     "ALiBi": Kind("wide", 64, alibi=True),
     "tile": Kind("tile", 256, expanded=True),
     "tile32": Kind("tile32", 64, np.float32),
-    "general": Kind("general", 46, np.float32),
+    "aligned copies": Kind("wide", 100),
+    "general": Kind("general", 264, np.float32),
 }
 SOURCES = ("q", "k", "v")
 

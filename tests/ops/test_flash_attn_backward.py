@@ -153,7 +153,7 @@ def test_same_bits_twice(frontend: Frontend, rng: np.random.Generator, case: Cas
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("dim", [16, 128, 256])
+@pytest.mark.parametrize("dim", [16, 30, 128, 256])
 def test_values_that_are_not_seen_may_be_anything(
     frontend: Frontend, rng: np.random.Generator, dim: int
 ) -> None:
@@ -172,7 +172,7 @@ def test_values_that_are_not_seen_may_be_anything(
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("dim", [16, 128, 256])
+@pytest.mark.parametrize("dim", [16, 30, 128, 256])
 def test_queries_that_do_not_see_may_be_anything(
     frontend: Frontend, rng: np.random.Generator, dim: int
 ) -> None:

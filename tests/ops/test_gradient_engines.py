@@ -54,6 +54,16 @@ ENGINES = [
     (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "wide"),
     (Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "wide"),
     (Case(LONG, dim=64, v_dim=256, dtype="bf16", heads=(6, 2)), "wide"),
+    # wide, on copies of tensors whose heads are no multiple of 16 bytes
+    *((Case(LONG, dim=dim, dtype="bf16"), "wide") for dim in (46, 60, 99, 100, 250)),
+    *((Case(MANY, dim=dim, dtype="f16", heads=(4, 4)), "wide") for dim in (30, 60, 250)),
+    (Case(LONG, dim=36, v_dim=100, dtype="bf16", heads=(8, 1), used=True), "wide"),
+    (Case(LONG, dim=128, v_dim=100, dtype="f16", window=(17, 130), causal=False), "wide"),
+    (Case(LONG, dim=99, v_dim=64, dtype="bf16", window=(100, -1), sinks="bf16"), "wide"),
+    (Case(LONG, dim=100, dtype="bf16", alibi="SH", softcap=5.0, scale=-0.1), "wide"),
+    (Case(MANY, dim=60, dtype="bf16", softcap=3.0, sinks="f32", lse=False), "wide"),
+    (Case(ODD, dim=100, dtype="f16", pad_tokens=5, pad_seqs=2, leftpad=True, sinks="f16"), "wide"),
+    (Case(ODD, dim=250, v_dim=99, dtype="bf16", pad_tokens=5, pad_seqs=2), "wide"),
     # tile32
     *((Case(LONG, dim=dim, heads=(4, 2)), "tile32") for dim in (4, 20, 64, 96, 128, 136, 256)),
     (Case(MANY, dim=64, heads=(4, 4)), "tile32"),
@@ -62,21 +72,28 @@ ENGINES = [
     (Case(ODD, dim=256, v_dim=12, pad_tokens=5, pad_seqs=2, leftpad=True), "tile32"),
     (Case(LONG, dim=40, v_dim=72, softcap=3.0, used=True), "tile32"),
     (Case(LONG, dim=64, window=(17, 130), causal=False, scale=-0.1), "tile32"),
+    # tile32, on such copies
+    *((Case(LONG, dim=dim, heads=(4, 2)), "tile32") for dim in (30, 46, 99, 250)),
+    (Case(LONG, dim=128, v_dim=99, heads=(8, 1), alibi="SH", lse=False), "tile32"),
+    (Case(MANY, dim=30, v_dim=99, window=(100, -1), softcap=3.0), "tile32"),
+    (Case(ODD, dim=99, pad_tokens=5, pad_seqs=2, leftpad=True, sinks="f32"), "tile32"),
     # general
-    (Case(LONG, dim=46, heads=(2, 1)), "general"),
     (Case(ODD, dim=264, v_dim=64, pad_tokens=5, pad_seqs=2, sinks="f32", heads=(2, 1)), "general"),
-    (Case(LONG, dim=46, dtype="bf16", heads=(2, 1)), "general"),
+    (Case(LONG, dim=301, v_dim=99, heads=(2, 1)), "general"),
+    (Case(LONG, dim=46, v_dim=258, dtype="bf16", heads=(2, 1)), "general"),
     (Case(((90, 150), (64, 64)), dim=576, v_dim=512, dtype="bf16", heads=(2, 1)), "general"),
     (Case(((90, 150), (64, 64)), dim=320, dtype="f16", heads=(2, 1), leftpad=True), "general"),
 ]
-# Where all KV heads are one in memory, as expanded tensors are: TMA does not take that.
+# Where all KV heads are one in memory, as expanded tensors are: TMA does not take that, but copies have all heads.
 EXPANDED = [
-    *(Case(LONG, dim=dim, dtype="bf16") for dim in (64, 136, 192, 256)),
-    Case(MANY, dim=256, dtype="f16", heads=(8, 4), alibi="SH"),
-    Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)),
-    Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0),
-    Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True),
-    Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"),
+    *((Case(LONG, dim=dim, dtype="bf16"), "tile") for dim in (64, 136, 192, 256)),
+    (Case(MANY, dim=256, dtype="f16", heads=(8, 4), alibi="SH"), "tile"),
+    (Case(LONG, dim=192, v_dim=128, dtype="bf16", heads=(2, 2)), "tile"),
+    (Case(LONG, dim=128, dtype="bf16", alibi="SH", softcap=5.0), "tile"),
+    (Case(ODD, dim=256, v_dim=248, dtype="bf16", pad_tokens=5, pad_seqs=2, leftpad=True), "tile"),
+    (Case(LONG, dim=256, v_dim=64, dtype="f16", window=(17, 130), causal=False, sinks="f16"), "tile"),
+    (Case(LONG, dim=100, dtype="bf16"), "wide"),
+    (Case(ODD, dim=36, v_dim=99, dtype="f16", pad_tokens=5, pad_seqs=2, sinks="f32"), "wide"),
 ]
 SAME_BITS = [
     Case(LONG, dim=128, dtype="bf16", heads=(8, 2)),
@@ -85,6 +102,9 @@ SAME_BITS = [
     Case(LONG, dim=192, v_dim=128, dtype="bf16", alibi="SH"),
     Case(LONG, dim=64, sinks="f32"),
     Case(LONG, dim=256, v_dim=128),
+    Case(LONG, dim=100, dtype="bf16", heads=(8, 2)),
+    Case(MANY, dim=36, v_dim=99, dtype="f16", sinks="f32"),
+    Case(LONG, dim=99, window=(100, -1)),
     Case(((300, 300), (64, 64)), dim=320, dtype="bf16", heads=(2, 1)),
 ]
 
@@ -114,13 +134,13 @@ def test_engine(frontend: Frontend, rng: np.random.Generator, case: Case, engine
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("case", EXPANDED, ids=str)
-def test_expanded_heads(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
+@pytest.mark.parametrize(("case", "engine"), EXPANDED, ids=str)
+def test_expanded_heads(frontend: Frontend, rng: np.random.Generator, case: Case, engine: str) -> None:
     arguments = flash_attn_arguments(rng, case)
     name = rng.choice(["k", "v"])
     arguments[name] = expanded(arguments[name])
     if (served := differentiated_by(frontend, arguments)) is not None:
-        assert served == "tile"
+        assert served == engine
     check(frontend, arguments, cotangents(rng, arguments))
 
 
@@ -197,7 +217,9 @@ SHARED = {
 
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("f16", 64), ("bf16", 256), ("f32", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [("bf16", 128), ("f16", 64), ("bf16", 256), ("f16", 100), ("f32", 64)]
+)
 @pytest.mark.parametrize("name", SHARED)
 def test_keys_of_several_sequences(
     frontend: Frontend, rng: np.random.Generator, name: str, dtype: str, dim: int, deterministic: bool
@@ -223,7 +245,7 @@ def test_keys_of_several_sequences(
 def test_poison_outside_of_sequences(
     frontend: TorchFrontend, rng: np.random.Generator, case: Case, deterministic: bool
 ) -> None:
-    """Nothing of rows in no sequence is read, of out and the LSE neither; their gradients are 0."""
+    """What rows in no sequence hold does not matter, in out and the LSE neither; their gradients are 0."""
     case = dataclasses.replace(case, pad_tokens=70, used=True, pad_seqs=1)
     arguments = flash_attn_arguments(rng, case) | {"deterministic": deterministic}
     grad_out, grad_lse = cotangents(rng, arguments)

@@ -18,8 +18,10 @@ from tests.batches import (
     paged_attention_arguments,
     ragged_paged_attention_arguments,
 )
-from tests.checks import DTYPES, assert_attention, assert_same_bits
-from tests.frontends import TorchFrontend, map_arrays
+from tests.checks import DTYPES, assert_attention, assert_gradients, assert_same_bits
+from tests.frontends import TorchFrontend, map_arrays, split
+from tests.gradients import cotangents, gradients_from
+from tests.ops.engines import differentiated_by
 
 pytestmark = pytest.mark.frontends("torch")
 
@@ -203,6 +205,29 @@ def test_dense_attention(
     case = Case(((1, 20), (5, 9)), dim=dims[0], v_dim=dims[1], dtype=dtype, pad_tokens=2)
     arguments = flash_attn_arguments(rng, case)
     attend(frontend, arguments, dict.fromkeys("qkv", VIEWS_3D[view]))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("view", VIEWS_3D)
+def test_gradients_of_views(
+    frontend: TorchFrontend, rng: np.random.Generator, view: str, dims: tuple[int, int], dtype: str
+) -> None:
+    """Of q, k and v from the gradient of out, all of which are views: the fast engines serve any strides."""
+    case = Case(((9, 20), (70, 90)), dim=dims[0], v_dim=dims[1], dtype=dtype, pad_tokens=2)
+    arguments = flash_attn_arguments(rng, case)
+    grad_out, grad_lse = cotangents(rng, arguments)
+    tensors, scalars = split(arguments, frontend.tensor)
+    sources = [VIEWS_3D[view](frontend, tensors[name]).requires_grad_() for name in "qkv"]
+    tensors |= dict(zip("qkv", sources, strict=True))
+    if (served := differentiated_by(frontend, tensors | scalars)) is not None:
+        assert served == ("tile32" if dtype == "f32" else "wide")
+    results = frontend.fx.flash_attn_varlen_func(**tensors, **scalars)
+    given = [VIEWS_3D[view](frontend, frontend.tensor(grad_out)), frontend.tensor(grad_lse)]
+    got = frontend.torch.autograd.grad(results, sources, given)
+    expected = gradients_from(arguments, frontend.array(results[0]), grad_out, grad_lse)
+    for name, gradient in zip("qkv", got, strict=True):
+        assert_gradients(frontend.array(gradient), expected[name], DTYPES[dtype], name, frontend.device)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

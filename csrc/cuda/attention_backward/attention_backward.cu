@@ -1,11 +1,13 @@
 // The gradients of attention over dense keys and values: the C ABI's function.
 #include <algorithm>
+#include <cstdio>
 #include <iterator>
 
 #include "common/attention_arguments.h"
 #include "common/attention_backward_arguments.h"
 #include "common/error.h"
 #include "common/needs.h"
+#include "cuda/attention_backward/aligned_copies.h"
 #include "cuda/attention_backward/engines.h"
 #include "cuda/check.h"
 #include "flashxla/attention_backward.h"
@@ -18,20 +20,12 @@ constexpr const Engine* kEngines[] = {&kWideEngine, &kTileEngine, &kTile32Engine
 
 constexpr int64_t kMaxGridY = 65535;
 
-int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 Rows RowsOf(const flashxla_tensor& t) {
   return {static_cast<char*>(t.data), t.stride[0], t.stride[1], t.stride[2]};
 }
 
 LseRows LseOf(const flashxla_tensor& t) {
   return {static_cast<float*>(t.data), t.stride[0], t.stride[1]};
-}
-
-bool InVectors(const flashxla_tensor& t) {
-  const int64_t size = ElementSize(t.dtype);
-  return t.stride[2] == 1 && t.shape[2] * size % 16 == 0 && t.stride[0] * size % 16 == 0 &&
-         t.stride[1] * size % 16 == 0;
 }
 
 bool IsAligned(const flashxla_tensor& t) { return reinterpret_cast<uintptr_t>(t.data) % 16 == 0; }
@@ -78,7 +72,8 @@ int SumsOf(const Problem& p, const Engine& engine) {
   return engine.num_sums ? engine.num_sums(p) : 0;
 }
 
-// What the workspace holds: the plan, lse2 and delta, the turns and the engine's sums.
+// What the workspace holds after aligned copies: the plan, lse2 and delta, the turns and the
+// engine's sums.
 struct Workspace {
   PlanLayout layout;
   int64_t rows, turns, sums, bytes;  // offsets; bytes of all
@@ -102,6 +97,23 @@ const Engine& Choose(const Problem& p, const char** why_not_fastest) {
     if (engine->why_not(p)[0] == '\0') return *engine;
   }
   return kGeneralEngine;
+}
+
+// The call that the engines see: on aligned copies where that lets a fast one serve it.
+AlignedCall CallOf(const flashxla_attention_backward_args& args,
+                   const flashxla_attention_args& forward) {
+  const AlignedCall call = AlignedCallOf(args);
+  const char* why_not_fastest;
+  const Engine& engine = Choose(ProblemOf(call.args, forward, true), &why_not_fastest);
+  return &engine == &kGeneralEngine ? AlignedCall{args, 0} : call;
+}
+
+// What an engine is, and what it works on.
+const char* Description(const Engine& engine, bool copies) {
+  if (!copies) return engine.description;
+  static thread_local char all[128];  // valid until this thread's next call
+  std::snprintf(all, sizeof(all), "%s, on aligned copies", engine.description);
+  return all;
 }
 
 // Writes zeros.
@@ -165,16 +177,18 @@ flashxla_status Differentiate(const flashxla_attention_backward_args& args,
   flashxla_status status = CheckAttentionArguments(forward);
   if (status == FLASHXLA_OK) status = CheckAttentionBackwardArguments(args);
   if (status != FLASHXLA_OK) return status;
-  // The workspace is that of the engine for aligned tensors; the others need none.
-  const Problem aligned = ProblemOf(args, forward, true);
+  const AlignedCall call = CallOf(args, forward);
+  // The workspace is that of the engine for aligned addresses; the others need none.
+  const Problem aligned = ProblemOf(call.args, forward, true);
   const char* why_not_fastest;
   const Engine& usual = Choose(aligned, &why_not_fastest);
   const int64_t num_sequences = args.cu_seqlens_q.shape[0] - 1;
   const Workspace workspace(aligned, num_sequences, usual);
   if (context.needs != nullptr) {
     *context.needs = {};
-    context.needs->workspace_bytes = workspace.bytes;
-    AddKernel(context.needs, {"all", usual.name, usual.description, why_not_fastest});
+    context.needs->workspace_bytes = call.bytes + workspace.bytes;
+    AddKernel(context.needs,
+              {"all", usual.name, Description(usual, call.bytes > 0), why_not_fastest});
     return FLASHXLA_OK;
   }
   if (context.prepare) return FLASHXLA_OK;
@@ -182,16 +196,21 @@ flashxla_status Differentiate(const flashxla_attention_backward_args& args,
     return SetError(FLASHXLA_INVALID_ARGUMENT, "q: %d heads; accepted: at most 65535",
                     aligned.num_heads);
   }
-  if (args.workspace.data == nullptr || args.workspace.shape[0] < workspace.bytes) {
+  if (args.workspace.data == nullptr || args.workspace.shape[0] < call.bytes + workspace.bytes) {
     return SetError(FLASHXLA_INTERNAL, "attention_backward: the workspace is too small");
   }
   status = CheckAttention(forward, &context);
   if (status != FLASHXLA_OK) return status;
+  const cudaStream_t stream = StreamOf(&context);
   if (aligned.num_heads == 0 || aligned.num_tokens == 0 || num_sequences == 0) {
-    return ClearAll(args, StreamOf(&context));
+    return ClearAll(args, stream);
   }
-  const Problem p = ProblemOf(args, forward, false);
-  return Run(args, forward, context, p, Choose(p, &why_not_fastest), workspace);
+  const Problem p = ProblemOf(call.args, forward, false);
+  LaunchFill(args, call, stream);
+  status = Run(call.args, forward, context, p, Choose(p, &why_not_fastest), workspace);
+  if (status != FLASHXLA_OK) return status;
+  LaunchReturn(args, call, stream);
+  return LaunchStatus("attention_backward");
 }
 
 }  // namespace

@@ -14,10 +14,10 @@
 //   grad_k_j   = softmax_scale * sum_i g_ij * q_i                   over all heads of the group
 //   grad_v_j   = sum_i p_ij * grad_out_i
 //   grad_sinks = -sum_i exp(sink - lse_i) * delta_i                 of each head
-// Rows of q outside every sequence and keys outside every sequence have gradients of 0, and nothing
-// of them is read. All elements of the results are written. Keys may belong to several sequences:
-// their gradients are the sums. Unless deterministic is 1, a GPU may add up grad_q in any order, so
-// that its last bits differ from run to run; a CPU always gives the same bits.
+// Rows of q outside every sequence and keys outside every sequence have gradients of 0, and what
+// they hold does not matter. All elements of the results are written. Keys may belong to several
+// sequences: their gradients are the sums. Unless deterministic is 1, a GPU may add up grad_q in
+// any order, so that its last bits differ from run to run; a CPU always gives the same bits.
 #define FLASHXLA_ATTENTION_BACKWARD_FIELDS(F)                                 \
   F(INPUT, grad_out, NONE)     /* [T, Hq, Dv], out's dtype */                 \
   F(INPUT, grad_lse, NONE)     /* optional float32 [Hq, T] */                 \

@@ -37,6 +37,7 @@ CASES = {
         _ON_GPU("ragged 16k", prompts(8192, 4096, 2048, 1024, 512, 256, 128, 128)),
         _ON_GPU("1 x 8192, window 1024", _8K, window=1024),
         _ON_GPU("1 x 8192, heads of 64", _8K, dim=64),
+        _ON_GPU("1 x 8192, heads of 100", _8K, dim=100),
         _ON_GPU("1 x 8192, heads of 192", _8K, dim=192),
         _ON_GPU("1 x 8192, heads of 256", _8K, dim=256),
         _ON_GPU("1 x 8192, 16 heads of 192, of values 128", _8K, heads=(16, 16), dim=192, v_dim=128),
