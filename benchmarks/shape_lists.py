@@ -28,6 +28,8 @@ HEAD_SIZES: Changes = {
     "head size 192": {"dim": 192},
     "head size 256": {"dim": 256, "heads": (16, 4)},
 }
+# TMA cannot load heads that do not all begin and end at multiples of 16 bytes.
+ODD_HEADS: Changes = {"head size 100": {"dim": 100}}
 # Values with heads of another size, and heads above 256. Latent attention has the last ones: in prompts the first.
 APART: Changes = {
     "head sizes 192 and 128": {"dim": 192, "v_dim": 128, "heads": (16, 16)},
@@ -84,11 +86,12 @@ PREFILL_MORE = (
     Shape("32 new of 16k", ((32, 16384),)),
     _CHUNK,
     Shape("128 new of 16k", ((128, 16384),)),
-    *changed(_CHUNK, _INVARIANT),
+    *changed(_CHUNK, {**_INVARIANT, **ODD_HEADS}),
     *changed(_LONG, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
     *changed(
         _LONG,
         {
+            **ODD_HEADS,
             "pages of 4": {"page": 4},
             "pages of 1": {"page": 1},
             "fp8 cache": FP8_CACHE,
@@ -141,6 +144,7 @@ DECODE_MORE = (
         _WIDE,
         {
             "head size 80": {"dim": 80},
+            **ODD_HEADS,
             "head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)},
             "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
         },

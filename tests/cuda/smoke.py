@@ -15,6 +15,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -407,6 +408,16 @@ def wide_call(rng: Rng) -> Call:
     return wide_attention_call(rng, wide(rng))
 
 
+def odd_call(rng: Rng) -> Call:
+    """wide, with heads that do not all begin and end at multiples of 16 bytes: of an even number of dims."""
+    dim = 8 * int(rng.integers(0, 32)) + int(pick(rng, 2, 4, 4, 6))
+    sizes = other_values(rng, sixteen_bits(rng, pick(rng, wide, chunks)(rng))._replace(dim=dim), 2)
+    call = driver.attention_call(rng, sizes)
+    call.tensors.pop("alibi_slopes", None)
+    call.scalars["batch_invariant"] = 0
+    return bounded(rng, call, always=True)
+
+
 def alibi_call(rng: Rng) -> Call:
     call = driver.attention_call(rng, other_values(rng, wide(rng), 8))
     call.tensors["alibi_slopes"] = rng.random(call.tensors["q"].shape[1:2]).astype(np.float32)
@@ -501,6 +512,22 @@ def tile32_gradients_call(rng: Rng) -> Call:
     return driver.attention_backward_call(rng, other_values(rng, sizes, 4))
 
 
+def copies_gradients_call(rng: Rng) -> Call:
+    """wide and tile32, on copies of tensors whose heads are no multiple of 16 bytes."""
+    dtype = pick(rng, *FLOATS)
+    dims = pick(rng, (100, 100), (60, 60), (36, 100), (99, 99), (128, 99), (250, 250), (1, 3))
+    sizes = wide(rng)._replace(q_dtype=dtype, element=dtype, dim=dims[0], v_dim=dims[1])
+    return driver.attention_backward_call(rng, sizes)
+
+
+def general_gradients_call(rng: Rng) -> Call:
+    """general: head sizes above 256."""
+    dtype = pick(rng, *FLOATS)
+    dim, v_dim = pick(rng, (576, 512), (320, 320), (264, 8), (301, 99), (12, 258))
+    sizes = wide(rng)._replace(q_dtype=dtype, element=dtype, dim=dim, v_dim=v_dim)
+    return driver.attention_backward_call(rng, sizes)
+
+
 def bounded(rng: Rng, call: Call, always: bool) -> Call:
     """With max_seqlen_q unknown or that of the tokens: a smaller one lets swap or split serve every sequence."""
     if always or rng.random() < 0.8:
@@ -549,20 +576,26 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     driver.attention_call,
     tile_gradients_call,
     tile32_gradients_call,
+    copies_gradients_call,
+    general_gradients_call,
     driver.attention_backward_call,
     pairs_call,
     fixed_call,
     fixed_call,  # of these only some have strides for wide
     short_call,
+    odd_call,
 )
-# The others' turns come seldom: these calls are large.
-BIG_KV_CACHE_EVERY, MANY_EVERY = 25, 36
+# The others' turns come seldom: these calls are large. They take the turn of another call each time.
+BIG_KV_CACHE_EVERY, MANY_EVERY = 26, 36
+assert math.gcd(BIG_KV_CACHE_EVERY, len(CALLS)) == 1
 # What the library says of an engine's instances that have calls of their own here.
 SPECIAL = {
     "two KV heads": "swap of pairs",
     "three thread blocks": "swap of many",
     "fixed parts": "wide of fixed parts",
     "all query heads": "wide of several heads",
+    "not of whole 16 bytes": "wide of odd heads",
+    "aligned copies": "aligned copies",
 }
 UPDATED = ("key_cache", "value_cache", "k", "v")
 GRADIENTS = "attention_backward"

@@ -66,6 +66,7 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
         "tile of gradients",
         "tile32 of gradients",
         "general of gradients",
+        "aligned copies",
     ]
     if re.search(r"\bwide \d", served):  # on Hopper
         engines += [
@@ -74,6 +75,7 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
             "swap of many",
             "wide of fixed parts",
             "wide of several heads",
+            "wide of odd heads",
             "wide of gradients",
         ]
     for engine in engines:

@@ -544,8 +544,8 @@ SERVED = [
     (64, 64, "float32", {"cpu": "tiles", "cuda": "tile32"}, "queries are float32"),
     (128, 128, "bfloat16", {"cpu": "tiles", "cuda": "wide"}, ""),
     (192, 128, "float16", {"cpu": "tiles", "cuda": "wide"}, ""),
-    (100, 100, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "the head size is not a multiple of 8"),
-    (252, 252, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "the head size is not a multiple of 8"),
+    (100, 100, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "heads are not of whole 16 bytes"),
+    (252, 252, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "heads are not of whole 16 bytes"),
     (576, 512, "bfloat16", {"cpu": "tiles", "cuda": "large"}, "a head size, of 576 and 512, is above 256"),
 ]
 

@@ -52,6 +52,7 @@ const char* ManyDescription(const Choice& choice) {
   const ManyShape& many = choice.many;
   return Description(choice.Of(kMany), many.fixed_parts > 0
                                            ? "thread blocks may share fixed parts of the keys"
+                                       : many.odd_heads ? "heads not of whole 16 bytes"
                                        : many.packs_whole() && !choice.one_kernel
                                            ? "q tiles of all query heads of a KV head"
                                            : nullptr);

@@ -20,12 +20,12 @@ __device__ inline void CopyAsync16(uint32_t to, const void* from, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
-// The same of 4, 8 or 16 bytes.
-template <int kBytes>
+// The same of 4, 8 or 16 bytes, kBehind bytes after both addresses.
+template <int kBytes, int kBehind = 0>
 __device__ inline void CopyAsync(uint32_t to, const void* from, bool valid) {
-  if constexpr (kBytes == 16) return CopyAsync16(to, from, valid);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? kBytes : 0), "n"(kBytes)
+  if constexpr (kBytes == 16 && kBehind == 0) return CopyAsync16(to, from, valid);
+  asm volatile("cp.async.ca.shared.global [%0 + %4], [%1 + %4], %3, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? kBytes : 0), "n"(kBytes), "n"(kBehind)
                : "memory");
 }
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

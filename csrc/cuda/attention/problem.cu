@@ -22,13 +22,13 @@ Rows RowsOf(const flashxla_tensor& t) {
   return {static_cast<char*>(t.data), t.stride[0], t.stride[1], t.stride[2]};
 }
 
-// Whether offsets in units of 16 bytes fit 32 bits, i.e. whether the cache spans less than 64 GiB.
-bool IsNear(const Cache& c, const CacheView& view, int64_t size) {
+// Whether offsets in units of so many bytes fit 32 bits. Those of 16 do in less than 64 GiB.
+bool IsNear(const Cache& c, const CacheView& view, int64_t size, int64_t unit) {
   const int64_t last = (view.num_blocks - 1) * c.stride_block +
                        (view.block_size - 1) * c.stride_token +
                        (view.num_heads - 1) * c.stride_head;
-  return c.stride_block >= 0 && c.stride_token >= 0 && c.stride_head >= 0 &&
-         last * size / 16 < (int64_t{1} << 32);
+  return unit > 0 && c.stride_block >= 0 && c.stride_token >= 0 && c.stride_head >= 0 &&
+         last * size / unit < (int64_t{1} << 32);
 }
 
 // The most bytes that can be copied at a time.
@@ -103,7 +103,7 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   p.sinks_stride = args.sinks.stride[0];
   const int64_t size = ElementSize(args.kv_dtype);
   p.kv_unit = std::min(UnitOf(p.k, size), UnitOf(p.v, size));
-  p.kv_near = IsNear(p.k, k, size) && IsNear(p.v, v, size);
+  p.kv_near = IsNear(p.k, k, size, p.kv_unit) && IsNear(p.v, v, size, p.kv_unit);
   p.q_pairs = InPairs(p.q, args.q.dtype, k.head_size);
   p.out_pairs = InPairs(p.out, args.out.dtype, v.head_size);
   p.out_vectors = args.out.dtype == FLASHXLA_F32 && InGroups(p.out, v.head_size, 4, 4);

@@ -90,7 +90,7 @@ struct Problem {
   // Whether they allow 4-byte loads of 16-bit queries, and 4-byte stores of 16-bit and 16-byte
   // stores of float32 outputs.
   bool q_pairs, out_pairs, out_vectors;
-  bool kv_near;  // offsets in a cache, in units of 16 bytes, fit 32 bits
+  bool kv_near;  // offsets in a cache, in units of kv_unit, fit 32 bits
   bool batch_invariant;
   float softmax_scale, softcap;
   PerHead q_descale, k_descale, v_descale, alibi_slopes;

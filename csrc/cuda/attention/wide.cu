@@ -49,9 +49,11 @@ __global__ void __launch_bounds__(WideShape<kDims, kValueDims, kKeyKind, kScores
   extern __shared__ char memory[];
   const WideShared<S> shared(memory);
   if (threadIdx.x == 0) {
-    PrefetchMap(&w.q);
-    PrefetchMap(&w.k);
-    PrefetchMap(&w.v);
+    if constexpr (!S::kOddHeads) {
+      PrefetchMap(&w.q);
+      PrefetchMap(&w.k);
+      PrefetchMap(&w.v);
+    }
     shared.InitBarriers(w.gathers);
   }
   if (w.p.makes_plan) PrepareOwnPlan(w, shared, memory);
@@ -104,24 +106,46 @@ bool Gathers(const Problem& p) {
   return KeysOfBox(p, least) < least;
 }
 
+// Whether heads do not all begin and end at multiples of 16 bytes.
+bool HasOddHeads(const Problem& p) {
+  return !p.kv_vectors() || !AreVectors(p.q, p.q_dtype) || !AreVectors(p.out, p.out_dtype);
+}
+
+// The most bytes of their queries and outputs that can be copied at a time.
+int OddUnit(const Problem& p) {
+  auto in_units = [](const Rows& rows, int head_size) {
+    return rows.stride_token % 4 == 0 && rows.stride_head % 4 == 0 && head_size % 4 == 0 &&
+           reinterpret_cast<uintptr_t>(rows.data) % 8 == 0;
+  };
+  return in_units(p.q, p.k.head_size) && in_units(p.out, p.v.head_size) ? 8 : 4;
+}
+
+// Why the engine cannot serve odd heads; "" if it can.
+const char* WhyNotOddHeads(const Problem& p) {
+  if (IsFp8(p.kv_dtype)) {
+    return !p.kv_vectors() ? "strides or addresses of fp8 keys are not multiples of 16 bytes"
+                           : "strides or addresses of queries or out are not multiples of 16 bytes";
+  }
+  if (p.kv_unit == 0 || !p.q_pairs || !p.out_pairs) {
+    return "strides, addresses or the head size are not multiples of 4 bytes";
+  }
+  if (!p.kv_near) return "heads not of whole 16 bytes, in a large cache";
+  if (p.alibi_slopes.data != nullptr) return "ALiBi, with heads not of whole 16 bytes";
+  if (p.batch_invariant) return "heads are not of whole 16 bytes";
+  return "";
+}
+
 const char* WhyNotWide(const Facts& facts) {
   const Problem& p = facts.problem;
   if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (IsFp8(p.q_dtype) && !IsFp8(p.kv_dtype)) return "fp8 queries of 16-bit keys";
-  if (p.k.head_size % 8 != 0 || p.v.head_size % 8 != 0) {
-    return "the head size is not a multiple of 8";
-  }
+  if (p.block_table.num_blocks == 0 || p.block_table.block_size == 0) return "there are no keys";
+  if (HasOddHeads(p)) return WhyNotOddHeads(p);
   if (const char* why = WhyNoCacheBoxes(p, 1); why[0] != '\0') return why;
   if (Gathers(p) && !p.kv_near) return "pages that are no multiple of 8 tokens, in 64 GiB or more";
-  if (!AreVectors(p.q, p.q_dtype)) {
-    return "strides or addresses of the queries are not multiples of 16 bytes";
-  }
   if (!TakesStride(p.num_heads, p.q.stride_head) || !TakesStride(p.num_tokens, p.q.stride_token)) {
     return "TMA does not support the strides of the queries";
-  }
-  if (!AreVectors(p.out, p.out_dtype)) {
-    return "strides or addresses of out are not multiples of 16 bytes";
   }
   return "";
 }
@@ -140,6 +164,7 @@ ManyShape WholeWork(const Problem& p, WideScores scores) {
   const WideKeys keys = KeysOf(p);
   ManyShape shape = {64 * WideConsumers(dims, keys, scores), WideKvTileKeys(ValueDimsOf(p), keys),
                      p.num_heads, NumMultiprocessors()};
+  shape.odd_heads = HasOddHeads(p);
   if (p.batch_invariant) shape.min_queries = 1;  // it serves every sequence
   return shape;
 }
@@ -213,6 +238,7 @@ bool PacksShort(const Problem& p) {
 
 // What the call's instance has code for, if its work packs or divides q tiles as `work` says.
 WideScores ScoresOf(const Problem& p, const ManyShape& work) {
+  if (HasOddHeads(p)) return WideScores::kOdd;
   if (p.alibi_slopes.data != nullptr) return WideScores::kAny;
   if (p.batch_invariant) return WideScores::kFixed;
   if (work.divides) return WideScores::kMore;
@@ -277,11 +303,13 @@ bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
   w.block_size = FastDivide(p.block_table.block_size);
   w.num_heads = FastDivide(w.work.num_heads);
   w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
-  w.gathers = S::kGathers && w.box_keys < S::kLeastBoxKeys;
+  if (S::kOddHeads) w.odd_unit = OddUnit(p);
+  w.gathers = S::kOddHeads || (S::kGathers && w.box_keys < S::kLeastBoxKeys);
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
-  if (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
-      !MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||
-      !MapCache(p, p.v, columns, w.box_keys, false, &w.v)) {
+  if (!S::kOddHeads &&
+      (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
+       !MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||
+       !MapCache(p, p.v, columns, w.box_keys, false, &w.v))) {
     return false;
   }
   const PartialRoom room = RoomOf(p);
@@ -318,6 +346,8 @@ bool LaunchDirect(WideProblem& w, WideScores scores, void* workspace, cudaStream
       return launch(std::integral_constant<Scores, Scores::kPacked>{});
     case Scores::kMore:
       return launch(std::integral_constant<Scores, Scores::kMore>{});
+    case Scores::kOdd:
+      return launch(std::integral_constant<Scores, Scores::kOdd>{});
     case Scores::kFixed:
       return launch(std::integral_constant<Scores, Scores::kFixed>{});
     case Scores::kAny:
@@ -360,8 +390,9 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 
 ManyShape WideWork(const Problem& p) {
   const bool divides = MayDivide(p);
-  ManyShape shape =
-      divides || HasFixedParts(p) || PacksShort(p) ? PackedWork(p) : WholeWork(p, ScoresOf(p, {}));
+  ManyShape shape = divides || HasFixedParts(p) || HasOddHeads(p) || PacksShort(p)
+                        ? PackedWork(p)
+                        : WholeWork(p, ScoresOf(p, {}));
   shape.divides = divides;
   if (divides && p.batch_invariant) {
     shape.fixed_parts = MaxFixedParts(p, shape);

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/wide_fp8.cuh"
+#include "cuda/attention/wide_odd.cuh"
 #include "cuda/attention/wide_parts.cuh"
 #include "cuda/attention/wide_results.cuh"
 #include "cuda/attention/wide_tiles.cuh"
@@ -169,6 +170,17 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       const uint32_t mine = shared.queries(queries.stage) + group * 64 * kWideRowBytes;
       p.q_dtype == FLASHXLA_F8E5M2 ? WidenQueries<Out, true, S>(mine, kGroupBarrier + group)
                                    : WidenQueries<Out, false, S>(mine, kGroupBarrier + group);
+    }
+    if constexpr (S::kOddHeads) {
+      // The products of the last tile are over.
+      SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
+      const uint32_t to = shared.queries(queries.stage);
+      w.odd_unit == 8 ? CopyOddQueries<kDims, 8>(p, tile_rows, tile, group, to)
+                      : CopyOddQueries<kDims, 4>(p, tile_rows, tile, group, to);
+      CommitCopies();
+      WaitCopies<0>();
+      FenceProxy();
+      SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
     }
     if (rule.negative) {
       for (int i = threadIdx.x % kWarpgroupThreads; i < 64 * S::kBlocks * kWideRowBytes / 16;

@@ -1,7 +1,10 @@
-// wide's producer warps where the page size is no multiple of 8 keys. TMA takes some 30 cycles for
-// a box, however small, so here all of these warps copy keys, row by row.
+// wide's producer warps where the page size is no multiple of 8 keys, or heads are odd
+// (wide_odd.cuh). TMA takes some 30 cycles for a box, however small, so here all of these warps
+// copy keys, row by row.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_CUH_
+
+#include <type_traits>
 
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/warp.cuh"
@@ -30,6 +33,7 @@ struct WideRows {
   __device__ int2 Locate(int n, int first_row) const {
     const int key = n * S::kKeys + first_row + (threadIdx.x & 31) % kCount;
     if (key < 0 || key >= tile.s.num_keys) return make_int2(-1, 0);
+    if (S::kOddHeads && p.block_table.data == nullptr) return make_int2(0, tile.s.key_row + key);
     const int page = p.PageOf(key), block = Entry(p.block_table, tile.index, page);
     // Of keys that no row sees the page may be unsound: see CheckTables.
     return make_int2(IsSound(p.block_table, block) ? block : -1,
@@ -38,33 +42,47 @@ struct WideRows {
 
   // Starts to copy the rows to a stage, from its row `first_row` on; zeros where no key is.
   __device__ void Copy(const Cache& cache, int2 place, int first_row, uint32_t stage) const {
-    __ballot_sync(kAllLanes, place.x < 0) == 0 ? Copy<true>(cache, place, first_row, stage)
-                                               : Copy<false>(cache, place, first_row, stage);
+    if constexpr (S::kOddHeads) {
+      if (p.kv_unit == 8) return CopyUnits<8>(cache, place, first_row, stage);
+      if (p.kv_unit == 4) return CopyUnits<4>(cache, place, first_row, stage);
+    }
+    CopyUnits<16>(cache, place, first_row, stage);
   }
 
  private:
+  // kUnit: bytes that are copied at a time.
+  template <int kUnit>
+  __device__ void CopyUnits(const Cache& cache, int2 place, int first_row, uint32_t stage) const {
+    __ballot_sync(kAllLanes, place.x < 0) == 0 ? Copy<kUnit, true>(cache, place, first_row, stage)
+                                               : Copy<kUnit, false>(cache, place, first_row, stage);
+  }
+
   // kAllExist: all rows do. Then little is done for each copy, since these warps are short of time.
-  template <bool kAllExist>
+  template <int kUnit, bool kAllExist>
   __device__ void Copy(const Cache& cache, int2 place, int first_row, uint32_t stage) const {
     const int lane = threadIdx.x & 31, vector = lane % kVectors, row = first_row + lane / kVectors;
-    // In units of 16 bytes, in which offsets fit 32 bits (kv_near).
-    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / kElements); };
+    // In units of so many bytes, in which offsets fit 32 bits (kv_near).
+    constexpr int kUnits = 16 / kUnit, kOfUnit = kElements / kUnits;
+    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / kOfUnit); };
     const uint32_t row_offset = place.x * unit(cache.stride_block) +
                                 place.y * unit(cache.stride_token) +
                                 tile.kv_head * unit(cache.stride_head);
-    const char* from = cache.data + vector * 16;
+    uint64_t from = reinterpret_cast<uint64_t>(cache.data) + vector * 16;
+    // Else ptxas adds it up anew for each copy, in three instructions instead of one.
+    asm volatile("" : "+l"(from));
     const uint32_t to =
         stage + (vector / 8 * S::kKeys + row) * kWideRowBytes + (vector % 8 ^ row % 8) * 16;
-    const bool inside = vector * kElements < cache.head_size, idle = lane >= kAtOnce * kVectors;
+    const int columns = cache.head_size - vector * kElements;
+    const bool idle = lane >= kAtOnce * kVectors;
     constexpr int kTogether = kAllExist ? 4 : 1;  // copies whose places are asked for together
 #pragma unroll(kAllExist ? kCount / kAtOnce / kTogether : 1)
     for (int first = 0; first < kCount; first += kTogether * kAtOnce) {
-      uint32_t offset[kTogether];
+      uint64_t at[kTogether];
       bool exists[kTogether];
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
         const int i = first + n * kAtOnce + lane / kVectors;
-        offset[n] = __shfl_sync(kAllLanes, row_offset, i);
+        at[n] = from + uint64_t{__shfl_sync(kAllLanes, row_offset, i)} * kUnit;
         exists[n] = kAllExist || __shfl_sync(kAllLanes, place.x, i) >= 0;
       }
       if (idle) continue;
@@ -72,8 +90,17 @@ struct WideRows {
       for (int n = 0; n < kTogether; ++n) {
         const int i = first + n * kAtOnce;
         // Row i of these is at row % 8 ^ i % 8 of 8: warps begin at multiples of 4.
-        CopyAsync16((to ^ i % 8 * 16) + i * kWideRowBytes, from + uint64_t{offset[n]} * 16,
-                    exists[n] && inside);
+        const uint32_t row_to = (to ^ i % 8 * 16) + i * kWideRowBytes;
+        const void* row_from = reinterpret_cast<const void*>(at[n]);
+        auto copy = [&](auto unit) {
+          constexpr int kNumber = decltype(unit)::value;
+          if constexpr (kNumber < kUnits) {
+            CopyAsync<kUnit, kNumber * kUnit>(row_to, row_from,
+                                              exists[n] && columns > kNumber * kOfUnit);
+          }
+        };
+        copy(std::integral_constant<int, 0>{}), copy(std::integral_constant<int, 1>{});
+        copy(std::integral_constant<int, 2>{}), copy(std::integral_constant<int, 3>{});
       }
     }
   }

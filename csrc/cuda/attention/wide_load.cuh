@@ -18,10 +18,14 @@ __device__ void LoadQueryTile(const WideProblem& w, const WideShared<S>& shared,
   constexpr int kLoaded = S::kWidensQueries ? S::kRawBlocks : S::kBlocks;
   if (threadIdx.x % 32 == 0) {
     const TileRows<S> rows{w};
-    ArriveExpecting(full, kLoaded * rows.tokens() * rows.heads() * kWideRowBytes);
-    for (int c = 0; c < kLoaded; ++c) {
-      LoadBox3(shared.queries(state.stage) + c * S::kQTileRows * kWideRowBytes, &w.q, full,
-               c * S::kLoadedQueryColumns, tile.head, tile.s.first_query + tile.first_query);
+    if constexpr (S::kOddHeads) {
+      Arrive(full);  // the consumers load them
+    } else {
+      ArriveExpecting(full, kLoaded * rows.tokens() * rows.heads() * kWideRowBytes);
+      for (int c = 0; c < kLoaded; ++c) {
+        LoadBox3(shared.queries(state.stage) + c * S::kQTileRows * kWideRowBytes, &w.q, full,
+                 c * S::kLoadedQueryColumns, tile.head, tile.s.first_query + tile.first_query);
+      }
     }
     *rule = TileRule::Of(w.p, tile);
     Arrive(full);

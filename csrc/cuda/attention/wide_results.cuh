@@ -2,6 +2,7 @@
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_RESULTS_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_RESULTS_CUH_
 
+#include "cuda/attention/wide_odd.cuh"
 #include "cuda/attention/wide_softmax.cuh"
 
 namespace flashxla::attention {
@@ -63,7 +64,12 @@ __device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTil
         x[j] = Pack<T>(pair[0] * whole[r], pair[1] * whole[r]);
       }
       TransposeQuad(x);
-      if (exists[r] && d < p.v.head_size) StoreGlobal16(to[r] + d, x);
+      if (!exists[r] || d >= p.v.head_size) continue;
+      if constexpr (S::kOddHeads) {
+        StoreOddOutput(of.w, to[r], d, x);
+      } else {
+        StoreGlobal16(to[r] + d, x);
+      }
     }
   }
 }

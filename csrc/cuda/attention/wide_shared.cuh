@@ -56,6 +56,7 @@ enum class WideScores {
             // are divided into parts
   kFixed,   // 16-bit keys with batch_invariant: the same, but for fixed parts
   kAny,     // and ALiBi. Of fp8 keys: all of this. Of 16-bit keys: a softcap, small pages and ALiBi
+  kOdd,  // 16-bit keys with odd heads (wide_odd.cuh): a softcap, and parts; threads copy all keys
 };
 
 // Warpgroups that multiply.
@@ -81,11 +82,12 @@ struct WideShape {
   static constexpr bool kFp8 = kKeyKind == WideKeys::kFp8;
   static constexpr bool kSoftcap = kScores != WideScores::kPlain && kScores != WideScores::kPacked;
   static constexpr bool kDivides = kSoftcap && !(kDirect && kScores == WideScores::kAny);
+  static constexpr bool kOddHeads = kScores == WideScores::kOdd;
   static constexpr bool kPacks = kDivides || kScores == WideScores::kPacked;
   static constexpr bool kFixedParts = kDirect ? kScores == WideScores::kFixed : kDivides;
   static constexpr bool kAnyParts = kDivides && !(kDirect && kFixedParts);
   static constexpr bool kAlibi = kScores == WideScores::kAny;
-  static constexpr bool kGathers = kSoftcap;
+  static constexpr bool kGathers = kSoftcap;  // may copy keys by threads
   static constexpr int kKeys = WideKvTileKeys(kValueDims, kKeyKind);
   static constexpr int kLeastBoxKeys = WideLeastBoxKeys(kDims, kKeyKind);
   // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
@@ -135,14 +137,19 @@ struct WideShape {
                                 kValueStages * kValueBytes + kRawStages * kRawBytes + kTileBytes +
                                 kBarrierBytes;
   // Of a thread: together what all threads have at the start. Those who only start copies by TMA
-  // get few where the consumers need the rest.
+  // get few where the consumers need the rest. Those that copy odd heads, in small units, are short
+  // of time, and with fewer of them wait for an address's registers after each copy.
   static constexpr bool kLoadsByTma = kDirect && !kGathers;
   static constexpr bool kConsumersNeedAll = kLoadsByTma && kDims > 192;
-  static constexpr int kProducerRegisters = kManyProducers      ? (kDims > 128 ? 40 : 48)
+  static constexpr int kProducerRegisters = kManyProducers ? (kDims > 128 ? 40 : 48)
+                                            : kOddHeads ? (kConsumers > 2 || kDims > 128 ? 56 : 72)
                                             : kConsumers > 2    ? 32
                                             : kConsumersNeedAll ? 24
                                                                 : 40;
-  static constexpr int kConsumerRegisters = kConsumers > 2      ? 160
+  static constexpr int kConsumerRegisters = kOddHeads           ? (kConsumers > 2 ? 152
+                                                                   : kDims > 128  ? 224
+                                                                                  : 216)
+                                            : kConsumers > 2    ? 160
                                             : kManyProducers    ? (kDims > 128 ? 216 : 208)
                                             : kConsumersNeedAll ? 240
                                                                 : 232;
@@ -160,6 +167,7 @@ struct WideProblem {
   // else 1.
   FastDivide packed_heads;
   bool gathers;  // threads copy keys and values, not TMA
+  int odd_unit;  // bytes of odd heads' queries and outputs that can be copied at a time: 4 or 8
   // The results of these, each of so many warpgroups, and a flag for those of each. From
   // number `sums` on is one for each thread block: the sum of a q tile's fixed parts up to now.
   float4* partials;
