@@ -3,6 +3,7 @@
 #define FLASHXLA_CSRC_COMMON_TENSOR_VIEW_H_
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "flashxla/common.h"
 
@@ -32,6 +33,17 @@ inline int64_t ElementSize(int64_t dtype) {
     default:
       return 1;
   }
+}
+
+// The most bytes, up to 16, that can be accessed at a time where an address and the steps from it
+// are such numbers of bytes: a power of two that divides them all.
+inline int64_t UnitOf(std::initializer_list<int64_t> bytes) {
+  int64_t bits = 16;
+  for (const int64_t each : bytes) bits |= each;
+  return bits & -bits;
+}
+inline int64_t AddressOf(const void* data) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
 }
 
 // What each cache layout means. `second` is the value cache of the two-tensor layouts.

@@ -105,10 +105,17 @@ def test_many_keys(frontend: Frontend, rng: np.random.Generator, cache: str) -> 
 
 
 @pytest.mark.frontends("torch", "jax_jit")
-def test_unsound_pages(frontend: Frontend, rng: np.random.Generator) -> None:
-    case = dataclasses.replace(case_of("chunks", {}), page=8)
-    function, arguments = call_of(rng, case)
-    arguments["block_table"][3, 2] = -1
+@pytest.mark.parametrize(
+    ("index", "place"), [("block_table", (1, 2)), ("cu_seqlens_q", 2), ("seqused_k", 0)], ids=str
+)
+@pytest.mark.parametrize("sequences", [3, 20])
+def test_unsound(
+    frontend: Frontend, rng: np.random.Generator, sequences: int, index: str, place: int | tuple[int, int]
+) -> None:
+    """wide has a q tile at most for each thread block with 3 sequences, several with 20."""
+    case = case_of("chunks", {"page": 8})
+    function, arguments = call_of(rng, dataclasses.replace(case, lens=case.lens[:sequences]))
+    arguments[index][place] = -1
     check_twice(frontend, function, arguments)
 
 

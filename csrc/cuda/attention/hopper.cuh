@@ -32,6 +32,11 @@ __device__ inline void Arrive(uint32_t barrier) {
 // spoke for its warp after __syncwarp would do, but where ptxas knows that the lanes are together
 // it leaves that out, and compute-sanitizer's racecheck misses it. It takes no longer.
 __device__ inline void Release(uint32_t barrier) { Arrive(barrier); }
+// Says that bytes are to come, without an arrival, which has to follow.
+__device__ inline void Expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
 __device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

@@ -34,19 +34,19 @@ struct OwnCall {
 };
 
 // Reads the sequences into shared memory. Call: a Problem or an OwnCall. The threads of the block
-// must call it together, and may read all sequences afterwards. Each calls note(s) for those that
-// it reads, and publish() before the threads synchronize. Returns whether the sequences are still
-// what note got.
-template <typename Call, typename Note, typename Publish>
-__device__ bool ReadOwnSequences(const Call& call, PlannedSequence* sequences, Note&& note,
-                                 Publish&& publish) {
+// must call it together, and may read all sequences afterwards. A warp reads 32 at a time, and then
+// calls note(g, s): lane l has s, number 32 g + l. Returns whether the sequences are still what
+// note got.
+template <typename Call, typename Note>
+__device__ bool ReadOwnSequences(const Call& call, PlannedSequence* sequences, Note&& note) {
   const IndexTensors& index = call.index;
   const bool checks = !call.roles.all_few && index.block_table.data != nullptr;
   TableGlance glance(index.block_table, checks);
   const int threads = static_cast<int>(blockDim.x), num_sequences = NumSequences(index);
+  const int lane = threadIdx.x & 31;
   bool grows = true;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < index.num_sequences; i += threads) {
+  for (int i = threadIdx.x; i - lane < index.num_sequences; i += threads) {
     PlannedSequence s = {};
     if (i < num_sequences) {
       const int begin = At(index.cu_seqlens_q, i), end = At(index.cu_seqlens_q, i + 1);
@@ -59,10 +59,9 @@ __device__ bool ReadOwnSequences(const Call& call, PlannedSequence* sequences, N
         s = {};
       }
     }
-    sequences[i] = s;
-    note(s);
+    if (i < index.num_sequences) sequences[i] = s;
+    note(i / 32, s);
   }
-  publish();
   const bool fine = grows && (!checks || glance.AllSound());
   if (__syncthreads_and(fine)) return true;
   if (!__syncthreads_and(grows)) {

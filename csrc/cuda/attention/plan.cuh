@@ -138,6 +138,8 @@ constexpr int kMaxFewBlocks = 512;
 // may have many queries: of so many q tiles of these, which take so many rounds of a thread block
 // of wide.
 constexpr int kMaxOwnSequences = 256, kMaxOwnTiles = 1024, kMaxOwnRounds = 64;
+// Of so many a warp of wide does it alone, if there is one round.
+constexpr int kMaxLoneSequences = 32;
 
 // Where the parts of a plan lie: offsets in words. S sequences, T query tokens.
 struct PlanLayout {
@@ -157,7 +159,7 @@ struct PlanLayout {
   // The most q tiles of many queries.
   __host__ __device__ static int64_t MaxManyTiles(int64_t sequences, int64_t tokens,
                                                   int q_tile_tokens) {
-    return tokens / q_tile_tokens + sequences;
+    return (tokens + sequences * (q_tile_tokens - 1)) / q_tile_tokens;
   }
 
   // Word r is the length of role r's list; few: of the list of all steps.

@@ -31,27 +31,19 @@ bool IsNear(const Cache& c, const CacheView& view, int64_t size, int64_t unit) {
          last * size / unit < (int64_t{1} << 32);
 }
 
-// The most bytes that can be copied at a time.
+// The most bytes that can be accessed at a time, of elements of `size` bytes: see Problem.
 int32_t UnitOf(const Cache& c, int64_t size) {
   if (c.stride_dim != 1) return 0;
-  for (const int32_t unit : {16, 8, 4}) {
-    if (reinterpret_cast<uintptr_t>(c.data) % unit == 0 && c.head_size * size % unit == 0 &&
-        c.stride_block * size % unit == 0 && c.stride_token * size % unit == 0 &&
-        c.stride_head * size % unit == 0) {
-      return unit;
-    }
-  }
-  return 0;
+  const int64_t unit =
+      flashxla::UnitOf({AddressOf(c.data), c.head_size * size, c.stride_block * size,
+                        c.stride_token * size, c.stride_head * size});
+  return unit >= 4 ? static_cast<int32_t>(unit) : 0;
 }
-
-// Whether `count` neighbouring elements, of `size` bytes each, can be accessed together.
-bool InGroups(const Rows& r, int64_t head_size, int64_t count, int64_t size) {
-  return head_size % count == 0 && r.stride_dim == 1 && r.stride_head % count == 0 &&
-         r.stride_token % count == 0 && reinterpret_cast<uintptr_t>(r.data) % (count * size) == 0;
-}
-
-bool InPairs(const Rows& r, int64_t dtype, int64_t head_size) {
-  return ElementSize(dtype) == 2 && InGroups(r, head_size, 2, 2);
+int32_t UnitOf(const Rows& r, int64_t head_size, int64_t size) {
+  if (r.stride_dim != 1) return 0;
+  const int64_t unit = flashxla::UnitOf(
+      {AddressOf(r.data), head_size * size, r.stride_token * size, r.stride_head * size});
+  return unit >= 4 ? static_cast<int32_t>(unit) : 0;
 }
 
 int32_t LogOf(int64_t block_size) {
@@ -104,9 +96,10 @@ Problem ProblemOf(const flashxla_attention_args& args, const IndexTensors& index
   const int64_t size = ElementSize(args.kv_dtype);
   p.kv_unit = std::min(UnitOf(p.k, size), UnitOf(p.v, size));
   p.kv_near = IsNear(p.k, k, size, p.kv_unit) && IsNear(p.v, v, size, p.kv_unit);
-  p.q_pairs = InPairs(p.q, args.q.dtype, k.head_size);
-  p.out_pairs = InPairs(p.out, args.out.dtype, v.head_size);
-  p.out_vectors = args.out.dtype == FLASHXLA_F32 && InGroups(p.out, v.head_size, 4, 4);
+  const int64_t q_size = ElementSize(args.q.dtype), out_size = ElementSize(args.out.dtype);
+  p.q_unit = UnitOf(p.q, k.head_size, q_size), p.out_unit = UnitOf(p.out, v.head_size, out_size);
+  p.q_pairs = q_size == 2 && p.q_unit > 0, p.out_pairs = out_size == 2 && p.out_unit > 0;
+  p.out_vectors = out_size == 4 && p.out_unit == 16;
   return p;
 }
 

@@ -84,9 +84,10 @@ struct Problem {
   int32_t block_shift;  // log2 of the block size if that is a power of two, else -1
   FewShape few;
   int32_t q_dtype, kv_dtype, out_dtype, sink_dtype;  // flashxla_dtype
-  // The most bytes of keys and values that strides, addresses and head sizes allow to copy at a
+  // The most bytes of keys and values that strides, addresses and head sizes allow to access at a
   // time: 16, 8 or 4; 0 if single elements have to be loaded.
   int32_t kv_unit;
+  int32_t q_unit, out_unit;  // the same of queries and outputs
   // Whether they allow 4-byte loads of 16-bit queries, and 4-byte stores of 16-bit and 16-byte
   // stores of float32 outputs.
   bool q_pairs, out_pairs, out_vectors;

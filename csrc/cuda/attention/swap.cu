@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
   FewBlock block;
   const bool own_plan = S::kMakesPlan && w.p.makes_plan;
   if (own_plan) {
-    block = FromFirstLane(MakeOwnPlan(w, shared, blockIdx.y));
+    block = MakeOwnPlan(w, shared, blockIdx.y);
     sequences = shared.sequences();
   } else {
     block = ReadTogether(&w.p.plan.few_blocks[blockIdx.y]);
@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kThreadBlocks)
     }
   }
   if constexpr (!S::kCombinesMany) {
-    if (works && !combines_many) CombineParts(w, shared, workspace, kv_head, warp, ended);
+    const bool combines = ended.num_parts > 0 && !combines_many, warms = warp >= S::kConsumerWarps;
+    if (works && (combines || warms)) CombineParts(w, shared, workspace, kv_head, warp, ended);
   }
   if (w.p.few_follows) WaitForPrevious();
 #endif

@@ -30,9 +30,9 @@ __device__ void AwaitParts(const SwapProblem& w, const SplitWorkspace& workspace
 // call it after they stored that part. The parts come into shared memory, where the keys were: a
 // warp has a share of that, and takes rows in turn with the others.
 //
-// This is short, and warps without work call it, too, and go the same way without a part. So the
-// instructions are there when they are needed: where other kernels ran since the last call, they
-// have to come from memory.
+// This is short, and the producer warp, which is done before them, calls it, too, and goes the same
+// way without a part. So the instructions are there when they are needed: where other kernels ran
+// since the last call, they have to come from memory.
 template <typename S>
 __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
                              const SplitWorkspace& workspace, int kv_head, int warp,

@@ -45,29 +45,27 @@ __device__ FewBlock MakeOwnPlan(const SwapProblem& w, const SwapShared<S>& share
   constexpr int kRows = S::kMaxRows;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31, num_sequences = p.index.num_sequences;
+  const int groups = (num_sequences + 31) / 32;
   PlannedSequence* const sequences = shared.sequences();
-  OwnTotals own;
-  auto note = [&](const PlannedSequence& s) {
-    own.Add(FewSteps(s, p.group_size, kRows), LeastFewShare(s, p.group_size, kRows));
+  auto note = [&](int group, const PlannedSequence& s) {
+    const OwnTotals sums =
+        OwnTotals(FewSteps(s, p.group_size, kRows), LeastFewShare(s, p.group_size, kRows)).OfWarp();
+    if (lane == 0) shared.totals()[group] = sums;
   };
-  auto publish = [&] {
-    const OwnTotals of_warp = own.OfWarp();
-    if (lane == 0) shared.totals()[threadIdx.x / 32] = of_warp;
-  };
-  if (!ReadOwnSequences(p, sequences, note, publish)) {
-    own = OwnTotals();
-    for (int i = threadIdx.x; i < num_sequences; i += S::kThreads) note(sequences[i]);
-    publish();
+  if (!ReadOwnSequences(p, sequences, note)) {
+    for (int i = threadIdx.x; i - lane < num_sequences; i += S::kThreads) {
+      note(i / 32, i < num_sequences ? sequences[i] : PlannedSequence{});
+    }
     __syncthreads();
   }
   auto steps_of = [&](int i) {
     return i < num_sequences ? FewSteps(sequences[i], p.group_size, kRows) : 0;
   };
-  int end = InclusiveSum(steps_of(lane));  // of the sequences up to that of the lane
-  constexpr int kWarps = S::kThreads / 32;
-  OwnTotals all;
-  if (lane < kWarps) all = shared.totals()[lane];
-  all = all.OfWarp();
+  // Of sequences, and of every 32 of them, up to that of the lane.
+  int steps = steps_of(lane), end = InclusiveSum(steps);
+  const OwnTotals of_group = lane < groups ? shared.totals()[lane] : OwnTotals();
+  const int group_end = groups > 1 ? InclusiveSum(of_group.steps) : 0;
+  const OwnTotals all = of_group.OfWarp();
   const int total = all.steps;
   const FewShare shares(total, w.num_blocks.Quotient(total + p.few.num_blocks - 1), all.least,
                         p.few.num_lone_blocks);
@@ -76,15 +74,14 @@ __device__ FewBlock MakeOwnPlan(const SwapProblem& w, const SwapShared<S>& share
                         : shares.equal;
   const int first = block * share;
   if (first >= total) return {};
-  int base = 0;  // of the first step's sequence and its neighbours
-  unsigned after;
-#pragma unroll 1
-  while ((after = __ballot_sync(kAllLanes, end > first)) == 0) {
-    base += 32;
-    end = __shfl_sync(kAllLanes, end, 31) + InclusiveSum(steps_of(base + lane));
+  int group = 0;  // of the first step's sequence
+  if (groups > 1) group = __ffs(__ballot_sync(kAllLanes, group_end > first)) - 1;
+  if (group > 0) {
+    steps = steps_of(32 * group + lane);
+    end = __shfl_sync(kAllLanes, group_end, group - 1) + InclusiveSum(steps);
   }
-  const int owner = __ffs(after) - 1, index = base + owner;
-  const int start = __shfl_sync(kAllLanes, end, owner) - steps_of(index);
+  const int owner = __ffs(__ballot_sync(kAllLanes, end > first)) - 1, index = 32 * group + owner;
+  const int start = FromFirstLane(__shfl_sync(kAllLanes, end - steps, owner));
   return FewBlockAt(ReadTogether(&sequences[index]), index, start, first, min(first + share, total),
                     share, kRows);
 }

@@ -44,13 +44,13 @@ struct OwnTotals {
   unsigned steps = 0, most_steps = 0, fewest_steps = ~0u;
   unsigned least = 0;  // the largest LeastFewShare
 
-  __device__ void Add(unsigned sequence_steps, unsigned sequence_least) {
-    if (sequence_steps == 0) return;
-    steps += sequence_steps;
-    most_steps = max(most_steps, sequence_steps);
-    fewest_steps = min(fewest_steps, sequence_steps);
-    least = max(least, sequence_least);
-  }
+  OwnTotals() = default;
+  // Of one sequence.
+  __device__ OwnTotals(unsigned sequence_steps, unsigned sequence_least)
+      : steps(sequence_steps),
+        most_steps(sequence_steps),
+        fewest_steps(sequence_steps > 0 ? sequence_steps : ~0u),
+        least(sequence_steps > 0 ? sequence_least : 0) {}
   // Of all lanes, which must call it together.
   __device__ OwnTotals OfWarp() const {
     OwnTotals all;
@@ -120,8 +120,9 @@ struct SwapShape {
   // Three barriers and two masks for each stage.
   static constexpr int kFixedBytes =
       kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 5 * 8 * kMaxStages +
-      (kMakesPlan ? kMaxOwnSequences * int{sizeof(PlannedSequence)} : 0) +
-      kThreads / 32 * int{sizeof(OwnTotals)};
+      (kMakesPlan ? kMaxOwnSequences * int{sizeof(PlannedSequence)} +
+                        kMaxOwnSequences / 32 * int{sizeof(OwnTotals)}
+                  : 0);
   static constexpr int kBudget = 228 * 1024 / kThreadBlocks - 1024;
   // More on the way at a time than this make memory slower.
   static constexpr int kMostStageBytes = (kThreadBlocks > 1 ? 64 : 128) * 1024;
@@ -166,7 +167,7 @@ struct SwapShared {
   }
   __device__ uint32_t values_full(int i) const { return keys_full(S::kStages + i); }
   __device__ uint32_t empty(int i) const { return values_full(S::kStages + i); }
-  // Of a plan that the engine makes itself; totals: one of each warp.
+  // Of a plan that the engine makes itself; totals: of every 32 sequences.
   __device__ PlannedSequence* sequences() const {
     return reinterpret_cast<PlannedSequence*>(base + (empty(S::kMaxStages) - address));
   }
@@ -244,31 +245,20 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
   const int lane = threadIdx.x & 31;
   const int boxes = kFewKvTileKeys / w.box_keys;  // of a step
   Cursor at(w.p, sequences, block);
-  auto find = [&] {
-    const SwapBoxes found = SwapBoxes::Find(w, at);
-    at.step += found.steps - 1;
-    at.Next(w.p);
-    return found;
-  };
-  SwapBoxes next = find();
+  SwapBoxes next = SwapBoxes::Find(w, at);
   int stage = 0;
   uint32_t parity = 1;
 #pragma unroll 1
   for (bool more = true; more;) {
     SwapBoxes now = next;
-    more = at.step < at.end;
-    if (more) next = find();
     const unsigned absent = now.Resolve(w);
 #pragma unroll 1
     for (int step = 0; step < now.steps; ++step) {
       const int first_box = step * boxes, box = lane - first_box;
       WaitBarrier(shared.empty(stage), parity);
       if (lane == 0) {
-        const uint64_t gone = SwapBoxes::KeysOf(w, absent >> first_box & (1u << boxes) - 1);
-        const uint64_t mask = now.MaskOf(step) & ~gone;
-        shared.mask(stage) = mask, shared.stale(stage) = ~(mask | gone);
-        ArriveExpecting(shared.keys_full(stage), S::kHalfBytes);
-        ArriveExpecting(shared.values_full(stage), S::kHalfBytes);
+        Expect(shared.keys_full(stage), S::kHalfBytes);
+        Expect(shared.values_full(stage), S::kHalfBytes);
       }
       __syncwarp();
       auto load = [&](const CUtensorMap* map, uint32_t to, uint32_t full) {
@@ -281,6 +271,20 @@ __device__ void SwapProduce(const SwapProblem& w, const SwapShared<S>& shared,
       };
       load(&w.k, shared.stage(stage), shared.keys_full(stage));
       load(&w.v, shared.stage(stage) + S::kHalfBytes, shared.values_full(stage));
+      // What else is to be found comes after the copies have started.
+      if (lane == 0) {
+        const uint64_t gone = SwapBoxes::KeysOf(w, absent >> first_box & (1u << boxes) - 1);
+        const uint64_t mask = now.MaskOf(step) & ~gone;
+        shared.mask(stage) = mask, shared.stale(stage) = ~(mask | gone);
+        Arrive(shared.keys_full(stage));
+        Arrive(shared.values_full(stage));
+      }
+      if (step == 0) {
+        at.step += now.steps - 1;
+        at.Next(w.p);
+        more = at.step < at.end;
+        if (more) next = SwapBoxes::Find(w, at);
+      }
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
   }

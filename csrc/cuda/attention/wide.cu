@@ -111,15 +111,6 @@ bool HasOddHeads(const Problem& p) {
   return !p.kv_vectors() || !AreVectors(p.q, p.q_dtype) || !AreVectors(p.out, p.out_dtype);
 }
 
-// The most bytes of their queries and outputs that can be copied at a time.
-int OddUnit(const Problem& p) {
-  auto in_units = [](const Rows& rows, int head_size) {
-    return rows.stride_token % 4 == 0 && rows.stride_head % 4 == 0 && head_size % 4 == 0 &&
-           reinterpret_cast<uintptr_t>(rows.data) % 8 == 0;
-  };
-  return in_units(p.q, p.k.head_size) && in_units(p.out, p.v.head_size) ? 8 : 4;
-}
-
 // Why the engine cannot serve odd heads; "" if it can.
 const char* WhyNotOddHeads(const Problem& p) {
   if (IsFp8(p.kv_dtype)) {
@@ -293,6 +284,14 @@ PartialRoom RoomOf(const Problem& p) {
 
 int64_t WorkspaceBytes(const Problem& p) { return RoomOf(p).num_bytes(); }
 
+// Whether each thread block has one q tile at most, of few sequences.
+bool HasLoneTiles(const Problem& p, const ManyShape& work) {
+  const int64_t sequences = p.index.num_sequences;
+  const int64_t tiles = PlanLayout::MaxManyTiles(sequences, p.num_tokens, work.q_tile_tokens);
+  return !work.divides && sequences <= kMaxLoneSequences &&
+         tiles * work.num_heads <= work.num_blocks;
+}
+
 // w: its problem and work; the rest is filled in.
 template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind,
           WideScores kScores>
@@ -303,8 +302,8 @@ bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
   w.block_size = FastDivide(p.block_table.block_size);
   w.num_heads = FastDivide(w.work.num_heads);
   w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
-  if (S::kOddHeads) w.odd_unit = OddUnit(p);
   w.gathers = S::kOddHeads || (S::kGathers && w.box_keys < S::kLeastBoxKeys);
+  w.has_lone_tiles = p.makes_plan && HasLoneTiles(p, w.work);
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!S::kOddHeads &&
       (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||

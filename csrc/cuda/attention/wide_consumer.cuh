@@ -175,8 +175,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       // The products of the last tile are over.
       SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
       const uint32_t to = shared.queries(queries.stage);
-      w.odd_unit == 8 ? CopyOddQueries<kDims, 8>(p, tile_rows, tile, group, to)
-                      : CopyOddQueries<kDims, 4>(p, tile_rows, tile, group, to);
+      p.q_unit >= 8 ? CopyOddQueries<kDims, 8>(p, tile_rows, tile, group, to)
+                    : CopyOddQueries<kDims, 4>(p, tile_rows, tile, group, to);
       CommitCopies();
       WaitCopies<0>();
       FenceProxy();

@@ -37,7 +37,7 @@ template <typename T>
 __device__ inline void StoreOddOutput(const WideProblem& w, T* row, int d, const uint32_t (&x)[4]) {
   const int columns = w.p.v.head_size - d;
   auto* const to = reinterpret_cast<uint32_t*>(row + d);
-  if (w.odd_unit == 8) {
+  if (w.p.out_unit >= 8) {
     *reinterpret_cast<uint2*>(to) = make_uint2(x[0], x[1]);
     if (columns > 4) *reinterpret_cast<uint2*>(to + 2) = make_uint2(x[2], x[3]);
     return;

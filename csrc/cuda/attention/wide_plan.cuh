@@ -49,8 +49,36 @@ __device__ void PrepareOwnPlan(const WideProblem& w, const WideShared<S>& shared
   if (threadIdx.x == 0) OwnPlanOf(shared, memory)->num_served = 0;
 }
 
+// Writes the thread block's q tile to shared.tile(0); its index is -1 if there is none. The leader
+// must call it.
+template <typename S>
+__device__ void FindLoneTile(const WideShared<S>& shared, const WideProblem& w,
+                             const PlannedSequence* sequences) {
+  const Problem& p = w.p;
+  const int lane = threadIdx.x & 31, tokens = TileRows<S>{w}.tokens();
+  const PlannedSequence s = lane < p.index.num_sequences ? sequences[lane] : PlannedSequence{};
+  const int end = InclusiveSum(ManyTiles(s.role, s.num_queries, tokens));
+  const int entry = w.num_heads.Quotient(blockIdx.x);
+  const unsigned after = __ballot_sync(kAllLanes, end > entry);
+  ManyTile tile = {};
+  tile.index = -1;
+  if (lane == __ffs(after) - 1) {
+    // The last tile of a sequence comes first, as in a plan.
+    tile = ManyTileOf(s, lane, p.window, (end - 1 - entry) * tokens, tokens);
+    tile.head = (blockIdx.x - entry * w.work.num_heads) * TileRows<S>{w}.heads();
+    tile.kv_head = p.by_group_size.Quotient(tile.head);
+  }
+  if (lane == (after != 0 ? __ffs(after) - 1 : 0)) *shared.tile(0) = tile;
+  if (blockIdx.x == 0 && p.few_left != nullptr) {
+    const int served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);
+    if (lane == 0) *p.few_left = served < p.num_tokens, __threadfence();
+  }
+  FenceProxy();  // TMA is to write to where the sequences are
+  __syncwarp();
+}
+
 // Lists the thread block's q tiles: shared.own_tiles, and the first one in shared.tile(0). Returns
-// how many all blocks have. All threads of the block must call it.
+// how many all blocks have, at most. All threads of the block must call it.
 //
 // Not inline: where it is, the compiler knows less of the addresses in shared memory, and the loops
 // of the matrix instructions become longer.
@@ -62,8 +90,13 @@ __device__ __noinline__ int MakeOwnPlan(char* memory) {
   const Problem& p = w.p;
   const int tokens = TileRows<S>{w}.tokens();
   const int i = threadIdx.x;
+  const bool lone = w.has_lone_tiles, leads = i / 32 == shared.Leader(w.gathers);
   const OwnCall call = {p.index, p.roles, p.window, p.group_size};
-  ReadOwnSequences(call, own->sequences, [](const PlannedSequence&) {}, [] {});
+  ReadOwnSequences(call, own->sequences, [](int, const PlannedSequence&) {});
+  if (lone) {  // TMA soon writes to where the plan is: only this warp reads it from here on
+    if (leads) FindLoneTile(shared, w, own->sequences);
+    return static_cast<int>(gridDim.x);
+  }
   const PlannedSequence s = i < p.index.num_sequences ? own->sequences[i] : PlannedSequence{};
   if (blockIdx.x == 0) {
     const unsigned served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);

@@ -167,7 +167,8 @@ struct WideProblem {
   // else 1.
   FastDivide packed_heads;
   bool gathers;  // threads copy keys and values, not TMA
-  int odd_unit;  // bytes of odd heads' queries and outputs that can be copied at a time: 4 or 8
+  // Own plan: each thread block has one q tile at most: FindLoneTile.
+  bool has_lone_tiles;
   // The results of these, each of so many warpgroups, and a flag for those of each. From
   // number `sums` on is one for each thread block: the sum of a q tile's fixed parts up to now.
   float4* partials;
@@ -223,6 +224,8 @@ struct WideShared {
   __device__ uint32_t tile_full(int i) const { return raw_full(2 * S::kRawStages + i); }
   __device__ uint32_t tile_empty(int i) const { return tile_full(S::kTileStages + i); }
 
+  // The warp that hands out the q tiles, and loads their queries.
+  __device__ static int Leader(bool gathers) { return S::kDirect && !gathers ? 2 : 0; }
   __device__ ManyTile* tile(int stage) const { return first_tile + stage; }
   // Of a tile: it is there when the queries are.
   __device__ TileRule* rule(int stage) const {

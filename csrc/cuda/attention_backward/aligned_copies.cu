@@ -87,9 +87,9 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const __grid_constant__ C
 int64_t UnitOf(const flashxla_tensor& t) {
   const int64_t size = ElementSize(t.dtype);
   if (t.stride[2] != 1) return size;
-  const int64_t places = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data)) |
-                         t.shape[2] * size | t.stride[0] * size | t.stride[1] * size | 8;
-  return places & -places;  // the largest power of two that divides each
+  const int64_t unit = flashxla::UnitOf(
+      {AddressOf(t.data), t.shape[2] * size, t.stride[0] * size, t.stride[1] * size});
+  return std::min<int64_t>(unit, 8);
 }
 
 Units UnitsOf(const flashxla_tensor& t, int64_t unit) {
