@@ -37,7 +37,7 @@ inline int64_t ElementSize(int64_t dtype) {
 
 // The most bytes, up to 16, that can be accessed at a time where an address and the steps from it
 // are such numbers of bytes: a power of two that divides them all.
-inline int64_t UnitOf(std::initializer_list<int64_t> bytes) {
+inline int64_t CommonUnit(std::initializer_list<int64_t> bytes) {
   int64_t bits = 16;
   for (const int64_t each : bytes) bits |= each;
   return bits & -bits;

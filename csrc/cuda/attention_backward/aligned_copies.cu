@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const __grid_constant__ C
 int64_t UnitOf(const flashxla_tensor& t) {
   const int64_t size = ElementSize(t.dtype);
   if (t.stride[2] != 1) return size;
-  const int64_t unit = flashxla::UnitOf(
-      {AddressOf(t.data), t.shape[2] * size, t.stride[0] * size, t.stride[1] * size});
+  const int64_t unit =
+      CommonUnit({AddressOf(t.data), t.shape[2] * size, t.stride[0] * size, t.stride[1] * size});
   return std::min<int64_t>(unit, 8);
 }
 
