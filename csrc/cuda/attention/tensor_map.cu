@@ -63,9 +63,9 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
 }  // namespace
 
 bool AreVectors(const Rows& rows, int64_t dtype) {
-  const int64_t elements = 16 / ElementSize(dtype);
-  return rows.stride_dim == 1 && rows.stride_token % elements == 0 &&
-         rows.stride_head % elements == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
+  const int64_t size = ElementSize(dtype);
+  return rows.stride_dim == 1 && CommonUnit({AddressOf(rows.data), rows.stride_token * size,
+                                             rows.stride_head * size}) == 16;
 }
 
 const char* WhyNoCacheBoxes(const Problem& p, int least) {

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(WideShape<kDims, kValueDims, kKeyKind, kScores
       }
       if (warp == 0) LoadKeys<S, false>(w, shared);
       if (warp == 1) LoadKeys<S, true>(w, shared);
-      if (warp == 2) LoadQueries(w, shared, items);
+      if (warp == shared.Leader(false)) LoadQueries(w, shared, items);
     } else {
       Convert<Out>(w, shared, items);
     }

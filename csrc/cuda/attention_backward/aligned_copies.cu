@@ -125,8 +125,8 @@ void Launch(const Field (&fields)[kFields], const Arguments& args, const Aligned
 
 bool InVectors(const flashxla_tensor& t) {
   const int64_t size = ElementSize(t.dtype);
-  return t.stride[2] == 1 && t.shape[2] * size % 16 == 0 && t.stride[0] * size % 16 == 0 &&
-         t.stride[1] * size % 16 == 0;
+  return t.stride[2] == 1 &&
+         CommonUnit({t.shape[2] * size, t.stride[0] * size, t.stride[1] * size}) == 16;
 }
 
 AlignedCall AlignedCallOf(const Arguments& args) {
