@@ -1,7 +1,8 @@
-"""Chunks of queries after long contexts: too few q tiles for all multiprocessors, so that their keys are shared out.
+"""Few queries after long contexts: too few q tiles for all multiprocessors, so that their keys are shared out.
 
-On Hopper `wide` divides the q tiles of such a call into parts, which thread blocks compute and add up. How many there
-are depends on heads, lengths and masks. On a CPU the same cases meet the kernels there.
+On Hopper `wide` divides the q tiles of chunks into parts, which thread blocks compute and add up. How many there are
+depends on heads, lengths and masks. Parts of few queries are added up at the end where `swap` does not serve them. On
+a CPU the same cases meet the kernels there.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.batches import Case
-from tests.frontends import Frontend
-from tests.ops.engines import call_of, check_twice, served_by
+from tests.frontends import Frontend, TorchFrontend
+from tests.ops.engines import call_of, call_with_bound, check_twice, served_by, serves_few
 
 pytestmark = pytest.mark.gpu_engine
 
@@ -100,3 +101,29 @@ def test_random_chunks(frontend: Frontend, rng: np.random.Generator, number: int
         case, window=(int(rng.integers(100, 9000)), 0) if rng.random() < 0.3 else case.window
     )
     check_twice(frontend, *call_of(rng, case))
+
+
+# Sequences of few queries that are in many parts each, and the engine that serves them on a Hopper GPU.
+_MLA: dict[str, Any] = {"dim": 576, "v_dim": 512}
+MANY_EACH: list[tuple[Case, str]] = [
+    (Case(((1, 9000),), heads=(16, 1), **_MLA, dtype="bf16", page=16, sinks="f32"), "large_split"),
+    (Case(((1, 5000), (1, 70), (1, 3), (1, 900)), heads=(100, 1), **_MLA, dtype="f16", page=8), "large_split"),
+    (Case(((3, 8000),), heads=(32, 2), dim=512, dtype="bf16", cache="e4m3", page=64), "large_split"),
+    (Case(((1, 7000), (1, 0)), heads=(5, 1), dim=264, dtype="bf16", window=(6000, 0), pad_tokens=3), "large_split"),
+    (Case(((1, 20_000),), heads=(7, 1), dim=128, page=16, alibi="H"), "split32"),
+    (Case(((2, 9000), (1, 4000)), heads=(8, 1), dim=64, page=64, softcap=5.0), "split32"),
+    (Case(((1, 14_000),), heads=(16, 1), dim=256, page=16), "split32"),
+    (Case(((1, 12_000),), heads=(24, 1), dim=100, dtype="bf16", page=16), "split"),
+    (Case(((4, 20_000),), heads=(9, 1), dim=128, dtype="bf16", page=4, leftpad=True), "split"),
+]  # fmt: skip
+
+
+@pytest.mark.frontends("torch", "jax_jit")
+@pytest.mark.parametrize(("case", "engine"), MANY_EACH, ids=str)
+def test_many_parts_of_few_queries(
+    frontend: Frontend, rng: np.random.Generator, case: Case, engine: str
+) -> None:
+    function, arguments = call_with_bound(rng, case)
+    if isinstance(frontend, TorchFrontend) and (served := serves_few(frontend, function, arguments)):
+        assert served.startswith(f"{engine}: ") and "several warps add up a row" in served, served
+    check_twice(frontend, function, arguments)

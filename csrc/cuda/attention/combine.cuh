@@ -92,16 +92,21 @@ struct CombinedRow {
   }
 };
 
-// Combines the partial results of a row of the q tile that begins in `block` and continues in the
-// next ones. A warp computes a row. Reads past L1, where another block's results may be missing.
+// Adds up the partial results of a row of the q tile that begins in `block` and continues in the
+// next ones: parts first, first + step, ... A warp must call it. Reads past L1, where another
+// block's results may be missing.
 template <int kDims>
-__device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, int kv_head,
-                           int block, const SplitTile& tile, int row) {
+__device__ CombinedRow<kDims> SumOfParts(const SplitWorkspace& workspace, int kv_head, int block,
+                                         const SplitTile& tile, int row, int first, int step) {
   using Row = CombinedRow<kDims>;
-  // Parts whose values are fetched together, before they are used.
-  constexpr int kAhead = kDims <= 256 ? 8 : 2;
-  const int lane = threadIdx.x & 31, num_parts = tile.num_parts;
-  auto part = [&](int n) { return workspace.partial(kv_head, block + n, n == 0 && tile.back); };
+  constexpr int kAhead = PartsAhead(kDims);
+  Row combined;
+  const int lane = threadIdx.x & 31, num_parts = (tile.num_parts - first + step - 1) / step;
+  if (num_parts <= 0) return combined;
+  auto part = [&](int i) {
+    const int n = first + i * step;
+    return workspace.partial(kv_head, block + n, n == 0 && tile.back);
+  };
   typename Row::Values ahead[kAhead];
   auto fetch = [&](int from) {
 #pragma unroll
@@ -115,7 +120,6 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
     }
   };
   fetch(0);
-  Row combined;
 #pragma unroll 1
   for (int base = 0; base < num_parts; base += 32) {
     const int count = min(num_parts - base, 32);
@@ -137,7 +141,7 @@ __device__ void CombineRow(const Problem& p, const SplitWorkspace& workspace, in
       }
     }
   }
-  combined.Store(p, kv_head, tile, row);
+  return combined;
 }
 
 // Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.

@@ -45,6 +45,7 @@ const char* FewDescription(const Choice& choice) {
   return Description(choice.Of(kFew),
                      choice.few.heads_together > 1 ? "two KV heads in a thread block"
                      : choice.few.many_short       ? "three thread blocks on a multiprocessor"
+                     : choice.few.many_parts       ? "several warps add up a row"
                                                    : nullptr);
 }
 
@@ -136,7 +137,7 @@ void AddKernels(const Choice& choice, flashxla_needs* needs) {
   } else if (&few == &many) {
     AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});
   } else {
-    AddKernel(needs, {"few queries", few.name, few.description, choice.why_not[kFew]});
+    AddKernel(needs, {"few queries", few.name, FewDescription(choice), choice.why_not[kFew]});
     AddKernel(needs, {"many queries", many.name, ManyDescription(choice), choice.why_not[kMany]});
     if (&rest != &few && &rest != &many) {
       AddKernel(needs, {"other sequences", rest.name, rest.description, ""});

@@ -65,6 +65,14 @@ void CountBlocks(int num_kv_heads, int blocks_each, FewShape* few) {
   few->num_lone_blocks = few->combines && blocks_each > 1 ? multiprocessors / num_kv_heads : 0;
 }
 
+// Whether few sequences are divided among so many thread blocks that the parts of a row should be
+// added by several warps. To find who does takes them 2 us more; to add alone takes a warp about
+// half a one for each time that it waits for parts, of large heads more.
+bool MayHaveManyParts(const Problem& p, int num_blocks) {
+  const int dims = PartialShape(p).dims, most_waits = dims > kMaxUsualHeadSize ? 4 : 10;
+  return num_blocks / std::max(p.index.num_sequences, 1) >= most_waits * PartsAhead(dims);
+}
+
 int BucketOf(const Problem& p) { return UsualHeadSizes::Bucket(p.LargerHeadSize()); }
 
 }  // namespace
@@ -91,6 +99,7 @@ FewShape SplitWork(const Problem& p, int q_tile_rows) {
   FewShape few = {};
   few.q_tile_rows = q_tile_rows;
   CountBlocks(p.num_kv_heads, FewBlocksEach(BucketOf(p), q_tile_rows), &few);
+  few.many_parts = MayHaveManyParts(p, few.num_blocks);
   return few;
 }
 

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       if (segment == at.tile_start && segment_end == at.tile_end) {
         rows.Store(tile);
       } else {
-        rows.StorePartial(workspace.shape,
+        rows.StorePartial(tile, workspace.shape,
                           workspace.partial(kv_head, blockIdx.y, segment != block.begin));
       }
       if (segment_end == block.end) {

@@ -134,10 +134,11 @@ class LargeTile {
   }
 
   // Writes a partial result.
-  __device__ void StorePartial(const PartialShape& shape, float* partial) const {
+  __device__ void StorePartial(const QTile& tile, const PartialShape& shape, float* partial) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = Row(r);
+      if (tile.first_row + row >= tile.NumRows(p)) continue;
       if (half() == 0 && lane() % 4 == 0) {
         partial[shape.row_max() + row] = row_max[r], partial[shape.row_sum() + row] = SumOf(r);
       }

@@ -106,6 +106,7 @@ struct FewShape {
   int32_t heads_together = 1;
   bool many_short;  // there are many sequences, which may be short
   bool combines;    // the thread blocks combine what they computed
+  bool many_parts;  // else: a q tile may be in so many parts that warps share a row's
 };
 
 // What decides how the q tiles of many queries are listed.

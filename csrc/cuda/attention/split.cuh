@@ -26,6 +26,9 @@ constexpr int kManyShortBlocksEach = 3;
 // Of heads that swap may take two at a time.
 constexpr bool IsPairedHeadSize(int dims) { return dims == 80 || dims == 96; }
 
+// Parts of a row whose values a warp of combine.cu fetches together.
+constexpr int PartsAhead(int dims) { return dims <= 128 ? 8 : 1024 / dims; }
+
 // A partial result of a q tile: floats [rows][dims] that are not normalized yet, then the rows'
 // row_max (in log2) and row_sum.
 struct PartialShape {
