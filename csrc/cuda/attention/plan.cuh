@@ -40,14 +40,6 @@ inline __host__ __device__ int64_t MaxFewRows(int64_t group_size) {
   return group_size > 64 ? group_size : 64;
 }
 
-// Whether a sequence with more rows than that is faster with the engine for few queries.
-// min_many_queries: see ManyShape. takes_long: see RoleRules.
-inline __host__ __device__ bool IsFewChunk(int64_t num_queries, int64_t rows, int64_t num_keys,
-                                           int min_many_queries, bool takes_long) {
-  if (num_queries < min_many_queries) return num_keys >= 256;
-  return takes_long && rows <= kSwapQTileRows && num_keys >= 4096;
-}
-
 // A sequence, and what the plan adds.
 struct PlannedSequence : Sequence {
   int32_t role;

@@ -47,14 +47,21 @@ __device__ inline KeyRange SetSeen(const Window& window, PlannedSequence* s) {
   return keys;
 }
 
+// Whether a sequence with more than MaxFewRows is faster with the engine for few queries.
+__device__ inline bool IsFewChunk(const RoleRules& rules, int num_queries, int64_t rows,
+                                  int num_keys) {
+  if (!rules.few_chunks) return false;
+  if (num_queries < rules.min_many_queries) return num_keys >= 256;
+  return rules.few_takes_long && rows <= kSwapQTileRows && num_keys >= 4096;
+}
+
 // The role of a sequence whose queries see `keys`.
 __device__ inline Role RoleOf(const RoleRules& rules, int group_size, const Sequence& s,
                               const KeyRange& keys) {
   if (keys.begin >= keys.end) return kIdle;
   const int64_t rows = int64_t{s.num_queries} * group_size;
   if (rules.all_few || (rules.use_few && rows <= MaxFewRows(group_size)) ||
-      (rules.few_chunks && IsFewChunk(s.num_queries, rows, keys.end - keys.begin,
-                                      rules.min_many_queries, rules.few_takes_long))) {
+      IsFewChunk(rules, s.num_queries, rows, keys.end - keys.begin)) {
     return kFew;
   }
   if (rules.use_many && s.num_queries >= rules.min_many_queries) return kMany;

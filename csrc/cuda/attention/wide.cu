@@ -33,7 +33,7 @@ __device__ void Convert(const WideProblem& w, const WideShared<S>& shared, int i
                   : GatherWidened<T, S, false>(w, shared, items);
     }
   }
-  if (threadIdx.x < 32) return LoadRaw(w, shared, items);
+  if (threadIdx.x / 32 == shared.Leader(false)) return LoadRaw(w, shared, items);
   e5m2 ? ConvertKeys<T, S, kMayBeE5m2>(w, shared) : ConvertKeys<T, S, false>(w, shared);
 }
 

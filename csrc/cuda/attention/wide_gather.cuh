@@ -124,7 +124,7 @@ __device__ void GatherKeys(const WideProblem& w, const WideShared<S>& shared, in
     if (newer != 0) ReleaseStores(newer);
     older = newer = 0;
   };
-  ForEachTile(w, shared, items, threadIdx.x < 32, [&](const ManyTile& tile) {
+  ForEachTile(w, shared, items, threadIdx.x / 32 == shared.Leader(true), [&](const ManyTile& tile) {
     const WideRows<S> rows{p, tile};
     const WideRows<S, true> value_rows{p, tile};
     const int first_row = threadIdx.x / 32 * WideRows<S>::kCount;

@@ -122,7 +122,7 @@ template <typename T, typename S, bool kE5m2>
 __device__ void GatherWidened(const WideProblem& w, const WideShared<S>& shared, int items) {
   PipelineState<S::kStages> keys;
   PipelineState<S::kValueStages> values;
-  ForEachTile(w, shared, items, threadIdx.x < 32, [&](const ManyTile& tile) {
+  ForEachTile(w, shared, items, threadIdx.x / 32 == shared.Leader(true), [&](const ManyTile& tile) {
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     WidenedRows<S> rows(w.p, tile);

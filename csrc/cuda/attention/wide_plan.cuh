@@ -60,15 +60,16 @@ __device__ void FindLoneTile(const WideShared<S>& shared, const WideProblem& w,
   const int end = InclusiveSum(ManyTiles(s.role, s.num_queries, tokens));
   const int entry = w.num_heads.Quotient(blockIdx.x);
   const unsigned after = __ballot_sync(kAllLanes, end > entry);
+  const int owner = max(__ffs(after) - 1, 0);
   ManyTile tile = {};
   tile.index = -1;
-  if (lane == __ffs(after) - 1) {
+  if (after != 0 && lane == owner) {
     // The last tile of a sequence comes first, as in a plan.
     tile = ManyTileOf(s, lane, p.window, (end - 1 - entry) * tokens, tokens);
     tile.head = (blockIdx.x - entry * w.work.num_heads) * TileRows<S>{w}.heads();
     tile.kv_head = p.by_group_size.Quotient(tile.head);
   }
-  if (lane == (after != 0 ? __ffs(after) - 1 : 0)) *shared.tile(0) = tile;
+  if (lane == owner) *shared.tile(0) = tile;
   if (blockIdx.x == 0 && p.few_left != nullptr) {
     const int served = __reduce_add_sync(kAllLanes, s.role == kMany ? s.num_queries : 0);
     if (lane == 0) *p.few_left = served < p.num_tokens, __threadfence();
