@@ -65,12 +65,12 @@ void CountBlocks(int num_kv_heads, int blocks_each, FewShape* few) {
   few->num_lone_blocks = few->combines && blocks_each > 1 ? multiprocessors / num_kv_heads : 0;
 }
 
-// Whether few sequences are divided among so many thread blocks that the parts of a row should be
-// added by several warps. To find who does takes them 2 us more; to add alone takes a warp about
-// half a one for each time that it waits for parts, of large heads more.
+// Whether few sequences may be divided among so many thread blocks that several warps should add up
+// the parts of a row. Such warps start 2 us later. A warp that adds alone takes about half a
+// microsecond for each batch of parts that it fetches, and longer with large heads.
 bool MayHaveManyParts(const Problem& p, int num_blocks) {
-  const int dims = PartialShape(p).dims, most_waits = dims > kMaxUsualHeadSize ? 4 : 10;
-  return num_blocks / std::max(p.index.num_sequences, 1) >= most_waits * PartsAhead(dims);
+  const int dims = PartialShape(p).dims, most_batches = dims > kMaxUsualHeadSize ? 4 : 10;
+  return num_blocks / std::max(p.index.num_sequences, 1) >= most_batches * PartsAhead(dims);
 }
 
 int BucketOf(const Problem& p) { return UsualHeadSizes::Bucket(p.LargerHeadSize()); }
