@@ -103,8 +103,8 @@ def test_random_chunks(frontend: Frontend, rng: np.random.Generator, number: int
     check_twice(frontend, *call_of(rng, case))
 
 
-# Sequences of few queries that are in many parts each, and the engine that serves them on a Hopper GPU.
 _MLA: dict[str, Any] = {"dim": 576, "v_dim": 512}
+# Sequences of few queries that are in many parts each, and the engine that serves them on a Hopper GPU.
 MANY_EACH: list[tuple[Case, str]] = [
     (Case(((1, 9000),), heads=(16, 1), **_MLA, dtype="bf16", page=16, sinks="f32"), "large_split"),
     (Case(((1, 5000), (1, 70), (1, 3), (1, 900)), heads=(100, 1), **_MLA, dtype="f16", page=8), "large_split"),

@@ -37,6 +37,57 @@ struct CombinedTile {
   }
 };
 
+// Adds up the partial results of a row: parts first, first + step, ... A warp must call it. Reads
+// past L1, where another block's results may be missing.
+template <int kDims>
+__device__ CombinedRow<kDims> SumOfParts(const SplitWorkspace& workspace, const CombinedTile& at,
+                                         int row, int first, int step) {
+  using Row = CombinedRow<kDims>;
+  constexpr int kAhead = PartsAhead(kDims);
+  Row combined;
+  const int lane = threadIdx.x & 31, num_parts = (at.tile.num_parts - first + step - 1) / step;
+  if (num_parts <= 0) return combined;
+  auto part = [&](int i) {
+    const int n = first + i * step;
+    return workspace.partial(at.kv_head, at.block + n, n == 0 && at.tile.back);
+  };
+  typename Row::Values ahead[kAhead];
+  auto fetch = [&](int from) {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const float* values = part(min(from + n, num_parts - 1)) + row * kDims;
+#pragma unroll
+      for (int i = 0; i < Row::kVectors; ++i) {
+        ahead[n].vectors[i] =
+            __ldcg(reinterpret_cast<const typename Row::Vector*>(values + Row::Dim(i)));
+      }
+    }
+  };
+  fetch(0);
+#pragma unroll 1
+  for (int base = 0; base < num_parts; base += 32) {
+    const int count = min(num_parts - base, 32);
+    float part_max = -INFINITY, part_sum = 0.f;
+    if (lane < count) {
+      part_max = __ldcg(part(base + lane) + workspace.shape.row_max() + row);
+      part_sum = __ldcg(part(base + lane) + workspace.shape.row_sum() + row);
+    }
+    const float factor = combined.AddSums(part_max, part_sum);
+#pragma unroll 1
+    for (int n0 = 0; n0 < count; n0 += kAhead) {
+      typename Row::Values now[kAhead];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) now[n] = ahead[n];
+      if (base + n0 + kAhead < num_parts) fetch(base + n0 + kAhead);
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        combined.AddValues(now[n], __shfl_sync(kAllLanes, factor, n0 + n));
+      }
+    }
+  }
+  return combined;
+}
+
 // Each warp combines rows of its own.
 template <int kDims>
 __global__ void __launch_bounds__(kThreads)
@@ -50,8 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     const CombinedTile at(p, workspace, i % num_tiles);
     const int row = i / num_tiles * kWarps + warp;
     if (row >= at.NumRows(p, workspace)) continue;
-    SumOfParts<kDims>(workspace, at.kv_head, at.block, at.tile, row, 0, 1)
-        .Store(p, at.kv_head, at.tile, row);
+    SumOfParts<kDims>(workspace, at, row, 0, 1).Store(p, at.kv_head, at.tile, row);
   }
   StoreIdleTokens(p, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
 }
@@ -94,7 +144,7 @@ __device__ void AddOthers(const Shared<kDims>& shared, int count, CombinedRow<kD
 template <int kDims>
 __global__ void __launch_bounds__(kThreads)
     CombineManyKernel(const __grid_constant__ Problem p, const SplitWorkspace workspace) {
-  static_assert(kThreads >= kMaxFewBlocks);
+  static_assert(kThreads >= kMaxFewBlocks);  // a thread reads a q tile
   __shared__ alignas(16) Shared<kDims> shared;
   TriggerNext();
   WaitForPrevious();
@@ -132,8 +182,7 @@ __global__ void __launch_bounds__(kThreads)
     const int owner = __ffs(__ballot_sync(kAllLanes, end_of_lane > found)) - 1;
     const int row = found - __shfl_sync(kAllLanes, end_of_lane - of_lane, owner);
     const CombinedTile at(p, workspace, 32 * group + owner);
-    CombinedRow<kDims> combined =
-        SumOfParts<kDims>(workspace, at.kv_head, at.block, at.tile, row, number, together);
+    CombinedRow<kDims> combined = SumOfParts<kDims>(workspace, at, row, number, together);
     if (together > 1) {
       if (number > 0) Give(combined, shared);
       __syncthreads();

@@ -92,58 +92,6 @@ struct CombinedRow {
   }
 };
 
-// Adds up the partial results of a row of the q tile that begins in `block` and continues in the
-// next ones: parts first, first + step, ... A warp must call it. Reads past L1, where another
-// block's results may be missing.
-template <int kDims>
-__device__ CombinedRow<kDims> SumOfParts(const SplitWorkspace& workspace, int kv_head, int block,
-                                         const SplitTile& tile, int row, int first, int step) {
-  using Row = CombinedRow<kDims>;
-  constexpr int kAhead = PartsAhead(kDims);
-  Row combined;
-  const int lane = threadIdx.x & 31, num_parts = (tile.num_parts - first + step - 1) / step;
-  if (num_parts <= 0) return combined;
-  auto part = [&](int i) {
-    const int n = first + i * step;
-    return workspace.partial(kv_head, block + n, n == 0 && tile.back);
-  };
-  typename Row::Values ahead[kAhead];
-  auto fetch = [&](int from) {
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      const float* values = part(min(from + n, num_parts - 1)) + row * kDims;
-#pragma unroll
-      for (int i = 0; i < Row::kVectors; ++i) {
-        ahead[n].vectors[i] =
-            __ldcg(reinterpret_cast<const typename Row::Vector*>(values + Row::Dim(i)));
-      }
-    }
-  };
-  fetch(0);
-#pragma unroll 1
-  for (int base = 0; base < num_parts; base += 32) {
-    const int count = min(num_parts - base, 32);
-    float part_max = -INFINITY, part_sum = 0.f;
-    if (lane < count) {
-      part_max = __ldcg(part(base + lane) + workspace.shape.row_max() + row);
-      part_sum = __ldcg(part(base + lane) + workspace.shape.row_sum() + row);
-    }
-    const float factor = combined.AddSums(part_max, part_sum);
-#pragma unroll 1
-    for (int n0 = 0; n0 < count; n0 += kAhead) {
-      typename Row::Values now[kAhead];
-#pragma unroll
-      for (int n = 0; n < kAhead; ++n) now[n] = ahead[n];
-      if (base + n0 + kAhead < num_parts) fetch(base + n0 + kAhead);
-#pragma unroll
-      for (int n = 0; n < kAhead; ++n) {
-        combined.AddValues(now[n], __shfl_sync(kAllLanes, factor, n0 + n));
-      }
-    }
-  }
-  return combined;
-}
-
 // Writes the tokens that no engine computes: a warp has every `count`th, from token `first` on.
 __device__ inline void StoreIdleTokens(const Problem& p, int first, int count) {
   const int lane = threadIdx.x & 31;
