@@ -30,6 +30,7 @@ HEAD_SIZES: Changes = {
 }
 # TMA cannot load heads that do not all begin and end at multiples of 16 bytes.
 ODD_HEADS: Changes = {"head size 100": {"dim": 100}}
+ODD_FP8_HEADS: Changes = {f"fp8 cache, head size {dim}": {**FP8_CACHE, "dim": dim} for dim in (100, 120)}
 # Values with heads of another size, and heads above 256. Latent attention has the last ones: in prompts the first.
 APART: Changes = {
     "head sizes 192 and 128": {"dim": 192, "v_dim": 128, "heads": (16, 16)},
@@ -86,12 +87,13 @@ PREFILL_MORE = (
     Shape("32 new of 16k", ((32, 16384),)),
     _CHUNK,
     Shape("128 new of 16k", ((128, 16384),)),
-    *changed(_CHUNK, {**_INVARIANT, **ODD_HEADS}),
+    *changed(_CHUNK, {**_INVARIANT, **ODD_HEADS, **ODD_FP8_HEADS, "pages of 1": {"page": 1}}),
     *changed(_LONG, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
     *changed(
         _LONG,
         {
             **ODD_HEADS,
+            **ODD_FP8_HEADS,
             "pages of 4": {"page": 4},
             "pages of 1": {"page": 1},
             "fp8 cache": FP8_CACHE,
@@ -145,6 +147,10 @@ DECODE_MORE = (
         {
             "head size 80": {"dim": 80},
             **ODD_HEADS,
+            **ODD_FP8_HEADS,
+            "pages of 4": {"page": 4},
+            "pages of 1": {"page": 1},
+            "fp8 cache, pages of 1": {**FP8_CACHE, "page": 1},
             "head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)},
             "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
         },

@@ -113,6 +113,7 @@ NOT_FOR_TMA = [
     (4, 128, "float8_e4m3fn", "page size is not a multiple of 8"),
     (16, 44, "bfloat16", "strides"),
     (16, 72, "float8_e5m2", "strides"),
+    (16, 45, "bfloat16", "not multiples of 4 bytes"),
 ]
 
 
@@ -128,7 +129,9 @@ def test_few_queries_without_tma(page: int, dim: int, dtype: str, why: str, toke
     cache = jax.ShapeDtypeStruct((P, page, HK, dim), dtype)
     kernel, *_ = flashxla.explain("paged_attention", query, (cache, cache), *rest, platform="cuda").kernels
     assert kernel.work == ("all queries" if tokens == T else "few queries")
-    assert kernel.name == "split" and why in kernel.reason, kernel
+    assert why in kernel.reason, kernel
+    assert kernel.name == ("split" if dim % 2 else "swap"), kernel
+    assert ("threads copy the keys" in kernel.description) == (kernel.name == "swap"), kernel
 
 
 @pytest.mark.parametrize("framework", ARGUMENTS)

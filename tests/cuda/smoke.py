@@ -409,12 +409,15 @@ def wide_call(rng: Rng) -> Call:
 
 
 def odd_call(rng: Rng) -> Call:
-    """wide, with heads that do not all begin and end at multiples of 16 bytes: of an even number of dims."""
-    dim = 8 * int(rng.integers(0, 32)) + int(pick(rng, 2, 4, 4, 6))
-    sizes = other_values(rng, sixteen_bits(rng, pick(rng, wide, chunks)(rng))._replace(dim=dim), 2)
-    call = driver.attention_call(rng, sizes)
-    call.tensors.pop("alibi_slopes", None)
-    call.scalars["batch_invariant"] = 0
+    """wide and swap, with heads that do not all begin and end at multiples of 16 bytes, but at those of 4."""
+    sizes = pick(rng, wide, chunks, few_queries)(rng)
+    if rng.random() < 0.5:
+        sizes = sixteen_bits(rng, sizes)
+    fp8 = sizes.element in FP8
+    dim = 16 * int(rng.integers(0, 16)) + int(pick(rng, 4, 8, 12) if fp8 else pick(rng, 2, 4, 6, 10, 12, 14))
+    call = driver.attention_call(rng, other_values(rng, sizes._replace(dim=dim), 4 if fp8 else 2))
+    if not fp8:
+        call.tensors.pop("alibi_slopes", None)
     return bounded(rng, call, always=True)
 
 
@@ -592,6 +595,7 @@ assert math.gcd(BIG_KV_CACHE_EVERY, len(CALLS)) == 1
 SPECIAL = {
     "two KV heads": "swap of pairs",
     "three thread blocks": "swap of many",
+    "threads copy the keys": "swap of copies",
     "fixed parts": "wide of fixed parts",
     "all query heads": "wide of several heads",
     "not of whole 16 bytes": "wide of odd heads",

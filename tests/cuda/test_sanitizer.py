@@ -73,6 +73,7 @@ def test_random_calls(sanitizer: str, request: pytest.FixtureRequest, tool: str)
             "swap",
             "swap of pairs",
             "swap of many",
+            "swap of copies",
             "wide of fixed parts",
             "wide of several heads",
             "wide of odd heads",

@@ -30,6 +30,18 @@ def call_with_bound(rng: Any, case: Case) -> tuple[str, Arguments]:
     return function, arguments
 
 
+def with_room(arguments: Arguments, case: Case, keys_of_heads: int = 2**17) -> Arguments:
+    """The call with room for so many keys that it may read much, though it does not."""
+    keys = keys_of_heads // case.heads[1]
+    if case.page is None:
+        more = [(0, keys), (0, 0), (0, 0)]
+        return arguments | {name: np.pad(arguments[name], more, constant_values=np.nan) for name in "kv"}
+    name = "block_table" if "block_table" in arguments else "block_tables"
+    table = arguments[name]
+    width = -(-keys // (case.page * len(table)))
+    return arguments | {name: np.pad(table, [(0, 0), (0, width)], constant_values=-1)}
+
+
 def served_by(frontend: Frontend, function: str, arguments: Arguments) -> tuple[str, str] | None:
     """The engines of few and of many queries; None where the CUDA library is not installed."""
     if not native.is_installed("cuda"):

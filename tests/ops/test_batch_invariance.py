@@ -45,6 +45,8 @@ CASES = [
     Case(LENS, dim=192, dtype="f16", cache="e4m3", softcap=9.0, leftpad=True),
     Case(LENS, dim=64, cache="u8:e4m3", descale="H"),
     Case(LENS, dim=192, v_dim=128, dtype="bf16", leftpad=True),
+    Case(LENS, heads=(8, 2), dim=100, dtype="bf16", window=(40, -1)),
+    Case(LENS, heads=(4, 1), dim=200, dtype="e5m2", cache="e4m3", descale="H"),
     Case(LENS, heads=(16, 1), dim=576, v_dim=512, dtype="bf16"),
     Case(LENS, dim=128, dtype="bf16", causal=False),
     Case(LENS, dim=64, dtype="bf16", causal=False, window=(17, 9), leftpad=True),
@@ -312,6 +314,9 @@ MANY_KEYS = [
     Case(MANY_LENS, heads=(2, 2), dim=128, dtype="bf16", alibi="H"),
     Case(MANY_LENS, heads=(2, 1), dim=64, dtype="f32"),
     Case(((150000, 150000), (20, 20)), heads=(2, 1), dim=64, dtype="bf16"),
+    Case(MANY_LENS, heads=(4, 2), dim=100, dtype="bf16"),
+    Case(MANY_LENS, heads=(4, 4), dim=36, dtype="f16", window=(5000, -1)),
+    Case(MANY_LENS, heads=(8, 2), dim=120, dtype="bf16", cache="e4m3", alibi="H"),
 ]
 LAST = 150  # queries of the first text
 
@@ -332,6 +337,7 @@ def last_pieces(rng: np.random.Generator, case: Case, way: str) -> list[Piece]:
     return [*others * 100, Piece(0, length - 1, length)]
 
 
+@pytest.mark.gpu_engine
 @pytest.mark.frontends("torch")
 @pytest.mark.parametrize(
     "way", ["one token", "some tokens", "a chunk, with others", "a token, with many others"]
@@ -544,8 +550,11 @@ SERVED = [
     (64, 64, "float32", {"cpu": "tiles", "cuda": "tile32"}, "queries are float32"),
     (128, 128, "bfloat16", {"cpu": "tiles", "cuda": "wide"}, ""),
     (192, 128, "float16", {"cpu": "tiles", "cuda": "wide"}, ""),
-    (100, 100, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "heads are not of whole 16 bytes"),
-    (252, 252, "bfloat16", {"cpu": "tiles", "cuda": "tile"}, "heads are not of whole 16 bytes"),
+    (100, 100, "bfloat16", {"cpu": "tiles", "cuda": "wide"}, ""),
+    (
+        *(99, 99, "bfloat16", {"cpu": "tiles", "cuda": "tile"}),
+        "strides, addresses or the head size are not multiples of 4 bytes",
+    ),
     (576, 512, "bfloat16", {"cpu": "tiles", "cuda": "large"}, "a head size, of 576 and 512, is above 256"),
 ]
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.batches import Arguments, Case
 from tests.frontends import Frontend
-from tests.ops.engines import call_with_bound, check, check_twice, serves_few
+from tests.ops.engines import call_with_bound, check, check_twice, serves_few, with_room
 
 pytestmark = pytest.mark.gpu_engine
 
@@ -59,18 +59,6 @@ ALONE: list[dict[str, Any]] = [
     {"v_dim": 80},
     {"v_dim": 128},
 ]
-
-
-def with_room(arguments: Arguments, case: Case) -> Arguments:
-    """The call with room for so many keys that it may read much, though it does not."""
-    keys = 2**17 // case.heads[1]
-    if case.page is None:
-        more = [(0, keys), (0, 0), (0, 0)]
-        return arguments | {name: np.pad(arguments[name], more, constant_values=np.nan) for name in "kv"}
-    name = "block_table" if "block_table" in arguments else "block_tables"
-    table = arguments[name]
-    width = -(-keys // (case.page * len(table)))
-    return arguments | {name: np.pad(table, [(0, 0), (0, width)], constant_values=-1)}
 
 
 def assert_together(frontend: Frontend, function: str, arguments: Arguments, together: bool) -> None:

@@ -1,6 +1,7 @@
 """Heads that do not all begin and end at multiples of 16 bytes, as those of 100 dims do.
 
-On Hopper TMA cannot load them, and threads of `wide` copy them. On a CPU the same cases meet the kernels there.
+On Hopper TMA cannot load them, and threads of `swap` and `wide` copy them. On a CPU the same cases meet the kernels
+there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from tests.batches import Arguments, Case
 from tests.checks import assert_same_bits
 from tests.frontends import Frontend
-from tests.ops.engines import call_of, call_with_bound, check_twice, served_by, serves_many
+from tests.ops.engines import call_of, call_with_bound, check_twice, served_by, serves_few, serves_many
 
 pytestmark = pytest.mark.gpu_engine
 
@@ -45,13 +46,27 @@ KINDS: list[dict[str, Any]] = [
     {"page": 17, "layout": "HND"},
     {"layout": "interleaved"},
 ]
-# Of these another engine serves many queries: of fp8 keys, of numbers that lie at odd places, and ALiBi.
-OTHERS: list[dict[str, Any]] = [
+# fp8 keys, in units of 8 and of 4 bytes, with queries of every dtype.
+FP8: list[dict[str, Any]] = [
     {"cache": "e4m3", "dim": 72, "heads": (8, 4), "descale": "SH"},
     {"cache": "e5m2", "dim": 100, "heads": (8, 4)},
+    {"cache": "e4m3", "dim": 24, "dtype": "f16", "window": (90, 0), "layout": "HND"},
+    {"cache": "e4m3", "dim": 120, "v_dim": 44, "alibi": "SH", "page": 3},
+    {"cache": "e5m2", "dim": 152, "dtype": "f16", "softcap": 10.0, "sinks": "f32", "leftpad": True},
+    {"cache": "e4m3", "dim": 196, "page": 64, "scale": -0.1},
+    {"cache": "e4m3", "dim": 252, "heads": (4, 2), "causal": False},
+    {"cache": "e4m3", "dim": 112, "v_dim": 108},  # keys of whole vectors
+    {"cache": "e5m2", "page": None, "dim": 88, "used": True},
     {"dtype": "e4m3", "cache": "e4m3", "dim": 104, "heads": (6, 2)},
+    {"dtype": "e5m2", "cache": "e4m3", "dim": 60, "descale": "H", "pad_tokens": 3},
+    {"dtype": "e4m3", "cache": "e5m2", "dim": 180, "page": 1},
+    {"dtype": "e4m3", "cache": "e4m3", "dim": 232, "layout": "interleaved"},
+]
+# Of these another engine serves many queries: of numbers that lie at odd places, and ALiBi.
+OTHERS: list[dict[str, Any]] = [
     {"dim": 99, "heads": (8, 8)},
     {"dim": 100, "v_dim": 1},
+    {"cache": "e4m3", "dim": 74},
     {"alibi": "SH"},
 ]
 
@@ -61,7 +76,7 @@ def case_of(batch: str, kind: dict[str, Any]) -> Case:
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *FP8, *OTHERS], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_odd_heads(frontend: Frontend, rng: np.random.Generator, batch: str, kind: dict[str, Any]) -> None:
     check_twice(frontend, *call_of(rng, case_of(batch, kind)))
@@ -75,14 +90,15 @@ def test_as_the_caller_promises(frontend: Frontend, rng: np.random.Generator, ba
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *FP8, *OTHERS], ids=str)
 def test_which_engine(frontend: Frontend, rng: np.random.Generator, kind: dict[str, Any]) -> None:
     function, arguments = call_of(rng, case_of("prompts", kind))
     served = served_by(frontend, function, arguments)
     if served is None:
         return
-    by_wide = kind not in OTHERS
-    assert served == ("split", "wide" if by_wide else "tile")
+    by_wide, copied = kind not in OTHERS, kind not in OTHERS or "alibi" in kind
+    assert served == ("swap" if copied else "split", "wide" if by_wide else "tile")
+    assert ("threads copy the keys" in str(serves_few(frontend, function, arguments))) == copied
     assert ("not of whole 16 bytes" in str(serves_many(frontend, function, arguments))) == by_wide
 
 

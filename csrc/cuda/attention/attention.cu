@@ -66,6 +66,12 @@ int64_t WorkspaceBytes(const Problem& p, const Choice& choice) {
   return WorkspaceOf(kFew, p, choice) + WorkspaceOf(kMany, p, choice);
 }
 
+// Whether a role's engine works at a call's addresses as it does at those that a plan assumes.
+bool WorksAsPlanned(const Problem& p, const Choice& choice, int role) {
+  if (role == kFew) return !choice.few.combines || choice.few.copies || !MustCopyFew(p);
+  return role != kMany || WideWork(p).odd_heads == choice.many.odd_heads;
+}
+
 // The engines of a plan are chosen before the addresses are known, for aligned tensors. Refuses a
 // call whose tensors the chosen engines cannot take.
 flashxla_status CheckPlanned(const Facts& facts, const Choice& choice) {
@@ -73,8 +79,8 @@ flashxla_status CheckPlanned(const Facts& facts, const Choice& choice) {
     if (!choice.Runs(role)) continue;
     const Engine* engine = choice.engines[role];
     const char* why = engine->why_not(facts);
-    if (why[0] == '\0') continue;
     const Problem& p = facts.problem;
+    if (why[0] == '\0' && WorksAsPlanned(p, choice, role)) continue;
     auto misaligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; };
     const char* which = misaligned(p.q.data)     ? "q"
                         : misaligned(p.k.data)   ? "k"

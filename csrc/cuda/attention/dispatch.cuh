@@ -39,6 +39,8 @@ struct HeadSizes {
 };
 
 using UsualHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize>;
+// Of the engine for few queries where threads copy the keys.
+using CopiedHeadSizes = HeadSizes<128, kMaxUsualHeadSize>;
 // Of partial results: also of larger heads, up to the largest of values.
 using CombinedHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize, 512>;
 // Of the engines for prompts and training on Hopper, whose time goes with the head size.

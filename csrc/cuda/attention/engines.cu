@@ -7,6 +7,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/tensor_map.h"
 
 namespace flashxla::attention {
 namespace {
@@ -36,14 +37,17 @@ const char* WhyOneKernel(const Choice& choice) {
 // What an engine is, and how it works in this call.
 const char* Description(const Engine& engine, const char* more) {
   if (more == nullptr) return engine.description;
-  static thread_local char all[128];  // valid until this thread's next call
-  std::snprintf(all, sizeof(all), "%s, %s", engine.description, more);
-  return all;
+  // Of each role, valid until this thread's next call.
+  static thread_local char all[kNumRoles][128];
+  char (&own)[128] = all[engine.role];
+  std::snprintf(own, sizeof(own), "%s, %s", engine.description, more);
+  return own;
 }
 
 const char* FewDescription(const Choice& choice) {
   return Description(choice.Of(kFew),
                      choice.few.heads_together > 1 ? "two KV heads in a thread block"
+                     : choice.few.copies           ? "threads copy the keys"
                      : choice.few.many_short       ? "three thread blocks on a multiprocessor"
                      : choice.few.many_parts       ? "several warps add up a row"
                                                    : nullptr);
@@ -118,6 +122,7 @@ Choice ChooseEngines(const Facts& facts) {
     const bool large = choice.engines[kFew] == &kLargeSplitEngine;
     choice.few = swap ? SwapWork(facts, choice.all_few ? longest : -1)
                       : SplitWork(p, large ? kRestQTileRows : kSplitQTileRows);
+    if (swap) choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why its threads have to copy
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.make_plan =
         swap && (choice.all_few ? facts.num_sequences <= kMaxOwnSequences

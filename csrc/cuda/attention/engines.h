@@ -53,6 +53,8 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length);
 ManyShape WideWork(const Problem& problem);
 // Whether wide's thread blocks have room for a plan that they make themselves.
 bool FitsOwnPlan(const ManyShape& shape, int64_t num_sequences, int64_t num_tokens);
+// Whether swap's threads have to copy the keys: TMA cannot load them, or takes far longer.
+bool MustCopyFew(const Problem& problem);
 // How swap divides its work if no sequence has more than `most_rows` rows per KV head; -1: any may.
 FewShape SwapWork(const Facts& facts, int64_t most_rows);
 // The same of the other engines for few queries.

@@ -6,6 +6,7 @@
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
 #include "cuda/attention/split.cuh"
+#include "cuda/attention/tensor_map.h"
 
 namespace flashxla::attention {
 
@@ -27,9 +28,15 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length) {
 namespace {
 
 // Rows of swap's q tiles. Those of 32 are for two thread blocks on a multiprocessor.
-int SwapQTileRows(int64_t most_rows, int head_size) {
+int SwapQTileRows(int64_t most_rows, int head_size, bool copies) {
   if (most_rows <= kSplitQTileRows) return kSplitQTileRows;
-  return most_rows <= kSwapMidRows && head_size <= 128 ? kSwapMidRows : kSwapQTileRows;
+  return most_rows <= kSwapMidRows && head_size <= 128 && !copies ? kSwapMidRows : kSwapQTileRows;
+}
+
+// How many keys of one KV head the block tables, or dense keys, have room for.
+double KeysOfTables(const Facts& facts) {
+  const int64_t tables = facts.problem.block_table.data != nullptr ? facts.num_sequences : 1;
+  return static_cast<double>(tables) * static_cast<double>(facts.capacity);
 }
 
 // How many neighbouring KV heads a thread block of swap should have at a time. Keys come in lines
@@ -42,10 +49,22 @@ int TogetherHeads(const Facts& facts, int64_t most_rows) {
                             p.k.stride_head == p.k.head_size && p.v.stride_head == p.v.head_size &&
                             p.num_kv_heads % 2 == 0 && !IsFp8(p.kv_dtype);
   constexpr double kLeastKeys = 1 << 17;  // of all heads: 40 to 50 MB with their values
-  const int64_t tables = p.block_table.data != nullptr ? facts.num_sequences : 1;
-  const double keys =
-      static_cast<double>(tables) * static_cast<double>(facts.capacity) * p.num_kv_heads;
+  const double keys = KeysOfTables(facts) * p.num_kv_heads;
   return side_by_side && 2 * most_rows <= kSplitQTileRows && keys >= kLeastKeys ? 2 : 1;
+}
+
+// Whether copies read the keys faster than TMA. They keep memory busier, but start later, half a
+// microsecond where the call begins: so there has to be much to read, also of a sequence.
+bool IsCopiedFaster(const Facts& facts) {
+  const Problem& p = facts.problem;
+  constexpr int64_t kLeastRowBytes = 256;
+  constexpr int64_t kLeastKeys = 512;
+  constexpr double kLeastBytes = 128e6;
+  const int64_t size = ElementSize(p.kv_dtype);
+  const double bytes = KeysOfTables(facts) * p.num_kv_heads *
+                       static_cast<double>((p.k.head_size + p.v.head_size) * size);
+  return std::min(p.k.head_size, p.v.head_size) * size >= kLeastRowBytes && p.kv_near &&
+         facts.capacity >= kLeastKeys && bytes >= kLeastBytes;
 }
 
 // Whether a call has so many sequences that they may well be short. Each then waits for its keys,
@@ -77,17 +96,23 @@ int BucketOf(const Problem& p) { return UsualHeadSizes::Bucket(p.LargerHeadSize(
 
 }  // namespace
 
+bool MustCopyFew(const Problem& p) { return WhyNoCacheBoxes(p, 8)[0] != '\0'; }
+
 FewShape SwapWork(const Facts& facts, int64_t most_rows) {
   const Problem& p = facts.problem;
   FewShape few = {};
   few.combines = true;
+  few.copies = MustCopyFew(p);
   few.q_tile_rows = kSwapQTileRows;
   if (most_rows >= 0) {
-    few.heads_together = TogetherHeads(facts, most_rows);
-    few.q_tile_rows = SwapQTileRows(most_rows * few.heads_together, p.LargerHeadSize());
+    few.heads_together = few.copies ? 1 : TogetherHeads(facts, most_rows);
+    few.q_tile_rows = SwapQTileRows(most_rows * few.heads_together, p.LargerHeadSize(), few.copies);
     const bool small = few.q_tile_rows == kSplitQTileRows && BucketOf(p) <= 128 &&
-                       few.heads_together == 1 && !IsFp8(p.kv_dtype);
+                       few.heads_together == 1 && !few.copies && !IsFp8(p.kv_dtype);
     few.many_short = small && MayBeManyShort(facts);
+    if (few.q_tile_rows == kSplitQTileRows && few.heads_together == 1 && !few.many_short) {
+      few.copies = few.copies || IsCopiedFaster(facts);
+    }
   }
   CountBlocks(p.num_kv_heads / few.heads_together,
               few.many_short ? kManyShortBlocksEach : FewBlocksEach(BucketOf(p), few.q_tile_rows),

@@ -97,6 +97,7 @@ struct FewShape {
   // problem's num_kv_heads counts pairs, and its group_size is that of a pair.
   int32_t heads_together = 1;
   bool many_short;  // there are many sequences, which may be short
+  bool copies;      // threads copy the keys, not TMA
   bool combines;    // the thread blocks combine what they computed
   bool many_parts;  // else: a q tile may be in so many parts that warps share a row's
 };

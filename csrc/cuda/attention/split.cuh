@@ -35,7 +35,7 @@ struct PartialShape {
   int32_t rows, dims;
 
   explicit PartialShape(const Problem& p)
-      : rows(p.few.q_tile_rows), dims(IsFp8(p.kv_dtype) ? 128 : 64) {
+      : rows(p.few.q_tile_rows), dims(IsFp8(p.kv_dtype) || p.few.copies ? 128 : 64) {
     if (p.LargerHeadSize() > dims) dims = CombinedHeadSizes::Bucket(p.LargerHeadSize());
   }
   __host__ __device__ int64_t row_max() const { return int64_t{rows} * dims; }

@@ -67,6 +67,7 @@ enum class SwapKind {
   kPairsOf80,  // two heads of so many dims at a time
   kPairsOf96,
   kManyShort,  // with room for a third thread block, and none for a plan of its own
+  kCopied,     // threads copy the keys: TMA cannot, or takes longer
 };
 
 // Product: the dtype of the matrix products; Out: of the output and of 16-bit queries. They differ
@@ -88,13 +89,20 @@ struct SwapShape {
   static constexpr int kGroups = kMaxRows > 64 ? 2 : 1;
   static constexpr int kGroupRows = kMaxRows / kGroups;
   static constexpr int kConsumerWarps = kGroups * kSwapGroupWarps;
-  // Two warpgroups need registers that a whole third one, with the producer warp, gives up.
-  static constexpr bool kMoveRegisters = kGroups > 1;
+  static constexpr bool kCopied = kKind == SwapKind::kCopied;
+  static constexpr int kThreadBlocks =
+      kKind == SwapKind::kManyShort ? kManyShortBlocksEach : FewBlocksEach(kDims, kMaxRows);
+  // Two warpgroups need registers that a whole third one, with the producer warps, gives up; so do
+  // two thread blocks with a whole warpgroup of producers each.
+  static constexpr bool kMoveRegisters = kGroups > 1 || (kCopied && kThreadBlocks > 1);
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = kGroups > 1 ? 224 : 200;
+  static constexpr int kProducerWarps = kCopied ? kSwapGroupWarps : 1;
   // How thread blocks combine what they share: see swap_combine_many.cuh. The instances for few
   // rows can do both.
   static constexpr bool kCombinesMany = kMaxRows > kSplitQTileRows;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kThreads = kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : 1);
+  static constexpr int kThreads =
+      kConsumerThreads + 32 * (kMoveRegisters ? kSwapGroupWarps : kProducerWarps);
   static constexpr int kRowBytes = 128;
   static constexpr int kBlockDims = kFp8 ? 128 : 64;  // of keys and values
   // Of a pair's heads; 0 if there are none.
@@ -113,8 +121,6 @@ struct SwapShape {
   static constexpr int kQueryBytes = kGroupRows * kDims * 2;  // of a warpgroup
   static constexpr int kWeightBytes = kGroupRows * kRowBytes;
   using Rows = SwapRows<kGroupRows>;
-  static constexpr int kThreadBlocks =
-      kKind == SwapKind::kManyShort ? kManyShortBlocksEach : FewBlocksEach(kDims, kMaxRows);
   static constexpr bool kMakesPlan = kKind != SwapKind::kManyShort;
   static constexpr int kMaxStages = 6;
   // Three barriers and two masks for each stage.
@@ -124,8 +130,8 @@ struct SwapShape {
                         kMaxOwnSequences / 32 * int{sizeof(OwnTotals)}
                   : 0);
   static constexpr int kBudget = 228 * 1024 / kThreadBlocks - 1024;
-  // More on the way at a time than this make memory slower.
-  static constexpr int kMostStageBytes = (kThreadBlocks > 1 ? 64 : 128) * 1024;
+  // More on the way at a time than this make memory slower. Copied keys do not fill the stages.
+  static constexpr int kMostStageBytes = (kThreadBlocks > 1 ? kCopied ? 96 : 64 : 128) * 1024;
   static constexpr int kStages = std::min({(kBudget - kFixedBytes) / kStageBytes,
                                            std::max(kMostStageBytes / kStageBytes, 2), kMaxStages});
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
@@ -158,6 +164,10 @@ struct SwapShared {
   __device__ uint64_t& mask(int i) const {
     return reinterpret_cast<uint64_t*>(&rows(S::kGroups))[i];
   }
+  // The same of the 16 keys that a warp copies.
+  __device__ uint16_t& mask(int i, int warp) const {
+    return reinterpret_cast<uint16_t*>(&mask(i))[warp];
+  }
   // Which do not, though their boxes are there.
   __device__ uint64_t& stale(int i) const { return (&mask(S::kStages))[i]; }
   // Keys and values come one after the other: the scores need not wait for the values.
@@ -176,9 +186,11 @@ struct SwapShared {
   }
 
   __device__ void InitBarriers() const {
+    // Of copied keys each thread, and a lane of each warp for the mask.
+    constexpr int kCopies = 32 * S::kProducerWarps;
     for (int i = 0; i < S::kStages; ++i) {
-      InitBarrier(keys_full(i), 1);
-      InitBarrier(values_full(i), 1);
+      InitBarrier(keys_full(i), S::kCopied ? kCopies + S::kProducerWarps : 1);
+      InitBarrier(values_full(i), S::kCopied ? kCopies : 1);
       InitBarrier(empty(i), S::kConsumerThreads);
     }
     FenceProxy();

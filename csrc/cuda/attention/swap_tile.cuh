@@ -56,6 +56,7 @@ __device__ inline uint32_t Turned(uint32_t pair) {
 // of boxes that are not there are 0 already. All consumer warps must call it.
 template <typename S>
 __device__ void ZeroValues(const SwapShared<S>& shared, int stage) {
+  if constexpr (S::kCopied) return;  // those are 0, too
   const uint64_t stale = shared.stale(stage);
   if (stale == 0) return;
   constexpr int kChunks = S::kRowBytes / 16, kVectors = S::kBlocks * kChunks;  // of a key
@@ -194,6 +195,7 @@ struct SwapTile {
       CommitMatrix();
       if constexpr (kWidenEarly) await_values(), widen_values();
     } else {
+      if constexpr (S::kCopied) FenceProxy();  // other threads' copies
       const uint64_t descriptor = MatrixDescriptor(keys, 0);
       // Of all rows, and of the keys' columns from step `first` of 16 on.
       auto start = [&](float (&c)[kRows / 2], int first) {
@@ -456,6 +458,8 @@ struct SwapTile {
           const uint4 y =
               *reinterpret_cast<const uint4*>(p.q.data + (offset + i % kChunks * 8) * 2);
           x[n][0] = y.x, x[n][1] = y.y, x[n][2] = y.z, x[n][3] = y.w;
+        } else if (S::kCopied && p.q_pairs) {
+          LoadPairs(p, offset, i % kChunks * 8, x[n]);
         } else {
           LoadElements(p, offset, i % kChunks * 8, x[n]);
         }
@@ -517,6 +521,15 @@ struct SwapTile {
 #pragma unroll
     for (int n = 0; n < 4; ++n) x[n] = Pack<__half>(pair(n).x / power, pair(n).y / power);
     return power;
+  }
+
+  // Eight 16-bit elements of a row that lies at a multiple of 4 bytes.
+  __device__ static void LoadPairs(const Problem& p, int64_t offset, int d, uint32_t (&x)[4]) {
+    const auto* from = reinterpret_cast<const uint32_t*>(p.q.data + (offset + d) * 2);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (d + 2 * n < p.k.head_size) x[n] = from[n];
+    }
   }
 
   // Eight elements of a row with any strides and dtype. Not inlined, to keep the usual case short.

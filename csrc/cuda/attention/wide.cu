@@ -26,7 +26,10 @@ template <typename T, typename S>
 __device__ void Convert(const WideProblem& w, const WideShared<S>& shared, int items) {
   constexpr bool kMayBeE5m2 = !S::kFp8;
   const bool e5m2 = kMayBeE5m2 && w.p.kv_dtype == FLASHXLA_F8E5M2;
-  if constexpr (S::kGathers) {
+  if constexpr (S::kOddHeads) {
+    return e5m2 ? GatherOddWidened<T, S, true>(w, shared, items)
+                : GatherOddWidened<T, S, false>(w, shared, items);
+  } else if constexpr (S::kGathers) {
     if (w.gathers) {
       if constexpr (S::kFp8) return GatherFp8(w, shared, items);
       return e5m2 ? GatherWidened<T, S, kMayBeE5m2>(w, shared, items)
@@ -87,8 +90,14 @@ __global__ void __launch_bounds__(WideShape<kDims, kValueDims, kKeyKind, kScores
 #endif
 }
 
+// Whether heads do not all begin and end at multiples of 16 bytes.
+bool HasOddHeads(const Problem& p) {
+  return !p.kv_vectors() || !AreVectors(p.q, p.q_dtype) || !AreVectors(p.out, p.out_dtype);
+}
+
 WideKeys KeysOf(const Problem& p) {
   if (!IsFp8(p.kv_dtype)) return WideKeys::kDirect;
+  if (HasOddHeads(p)) return WideKeys::kWidened;  // with queries of any dtype
   const bool all_e4m3 = p.q_dtype == FLASHXLA_F8E4M3 && p.kv_dtype == FLASHXLA_F8E4M3;
   if (all_e4m3 && WideHeadSizes::Bucket(p.LargerHeadSize()) <= 128) return WideKeys::kFp8;
   return IsFp8(p.q_dtype) ? WideKeys::kAllWidened : WideKeys::kWidened;
@@ -106,23 +115,14 @@ bool Gathers(const Problem& p) {
   return KeysOfBox(p, least) < least;
 }
 
-// Whether heads do not all begin and end at multiples of 16 bytes.
-bool HasOddHeads(const Problem& p) {
-  return !p.kv_vectors() || !AreVectors(p.q, p.q_dtype) || !AreVectors(p.out, p.out_dtype);
-}
-
 // Why the engine cannot serve odd heads; "" if it can.
 const char* WhyNotOddHeads(const Problem& p) {
-  if (IsFp8(p.kv_dtype)) {
-    return !p.kv_vectors() ? "strides or addresses of fp8 keys are not multiples of 16 bytes"
-                           : "strides or addresses of queries or out are not multiples of 16 bytes";
-  }
-  if (p.kv_unit == 0 || !p.q_pairs || !p.out_pairs) {
+  if (p.kv_unit == 0 || p.q_unit == 0 || !p.out_pairs) {
     return "strides, addresses or the head size are not multiples of 4 bytes";
   }
   if (!p.kv_near) return "heads not of whole 16 bytes, in a large cache";
-  if (p.alibi_slopes.data != nullptr) return "ALiBi, with heads not of whole 16 bytes";
-  if (p.batch_invariant) return "heads are not of whole 16 bytes";
+  const bool fp8 = IsFp8(p.kv_dtype);
+  if (p.alibi_slopes.data != nullptr && !fp8) return "ALiBi, with heads not of whole 16 bytes";
   return "";
 }
 
@@ -160,9 +160,14 @@ ManyShape WholeWork(const Problem& p, WideScores scores) {
   return shape;
 }
 
+// What the instance has code for that may pack q tiles and divide keys.
+WideScores PartScores(const Problem& p) {
+  return HasOddHeads(p) ? WideScores::kOdd : WideScores::kMore;
+}
+
 // The same with all heads of a KV head in a q tile, if they fit.
 ManyShape PackedWork(const Problem& p) {
-  ManyShape shape = WholeWork(p, WideScores::kMore);
+  ManyShape shape = WholeWork(p, PartScores(p));
   if (CanPack(p, shape.q_tile_tokens)) {
     shape.packs = true, shape.num_heads = p.num_kv_heads;
     shape.q_tile_tokens /= p.group_size;
@@ -216,7 +221,7 @@ float NumTiles(const Problem& p, const ManyShape& shape) {
 // a kernel has to make the plan then.
 bool PacksShort(const Problem& p) {
   if (!HasParts(p) || p.index.num_sequences == 0) return false;
-  const ManyShape whole = WholeWork(p, WideScores::kMore), packed = PackedWork(p);
+  const ManyShape whole = WholeWork(p, PartScores(p)), packed = PackedWork(p);
   if (!packed.packs) return false;
   const float num_whole = NumTiles(p, whole);
   const float slower = KeysOf(p) == WideKeys::kDirect ? 1.06f : 1.25f;
@@ -261,8 +266,7 @@ PartialRoom RoomOf(const Problem& p) {
   const bool divides = MayDivide(p);
   if (!divides && !HasFixedParts(p)) return room;
   const ManyShape shape = PackedWork(p);
-  room.groups =
-      WideConsumers(WideHeadSizes::Bucket(p.LargerHeadSize()), KeysOf(p), WideScores::kMore);
+  room.groups = WideConsumers(WideHeadSizes::Bucket(p.LargerHeadSize()), KeysOf(p), PartScores(p));
   if (p.batch_invariant) {  // most results are of one token: no more than all rows of a KV head
     const int64_t rows = int64_t{p.num_tokens} * (shape.packs ? p.group_size : 1);
     room.groups = static_cast<int>(std::clamp<int64_t>((rows + 63) / 64, 1, room.groups));
@@ -322,9 +326,14 @@ bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
   return true;
 }
 
-// Softcaps and parts of fp8 keys have no instance of their own.
+// Softcaps and parts of fp8 keys have no instance of their own, odd heads have one.
 template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
 bool LaunchConverted(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
+  if constexpr (kKeyKind == WideKeys::kWidened) {
+    if (scores == WideScores::kOdd) {
+      return Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kOdd>(w, workspace, stream);
+    }
+  }
   return scores == WideScores::kPlain
              ? Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kPlain>(w, workspace,
                                                                                 stream)

@@ -172,15 +172,8 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
                                    : WidenQueries<Out, false, S>(mine, kGroupBarrier + group);
     }
     if constexpr (S::kOddHeads) {
-      // The products of the last tile are over.
-      SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
-      const uint32_t to = shared.queries(queries.stage);
-      p.q_unit >= 8 ? CopyOddQueries<kDims, 8>(p, tile_rows, tile, group, to)
-                    : CopyOddQueries<kDims, 4>(p, tile_rows, tile, group, to);
-      CommitCopies();
-      WaitCopies<0>();
-      FenceProxy();
-      SyncNamed(kGroupBarrier + group, kWarpgroupThreads);
+      LoadOddQueries<kDims, Out>(p, tile_rows, tile, group, shared.queries(queries.stage),
+                                 kGroupBarrier + group);
     }
     if (rule.negative) {
       for (int i = threadIdx.x % kWarpgroupThreads; i < 64 * S::kBlocks * kWideRowBytes / 16;

@@ -1,5 +1,5 @@
-// wide's producer warps where an fp8 cache has small pages: they load the keys row by row, and
-// convert them.
+// wide's producer warps where an fp8 cache has small pages, or odd heads (wide_odd.cuh): they load
+// the keys row by row, and convert them.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_FP8_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_GATHER_FP8_CUH_
 
@@ -12,8 +12,8 @@ namespace flashxla::attention {
 
 // A warp's rows of kv tiles, from memory through registers to where the products find them, in
 // 16 bits. A chunk is 64 columns of 8 keys, of which a lane has 16: as in WidenTile, of key k or
-// k + 4 of each 8.
-template <typename S>
+// k + 4 of each 8. kUnit: bytes that strides and addresses allow to load at a time.
+template <typename S, int kUnit>
 class WidenedRows {
  public:
   __device__ WidenedRows(const Problem& problem, const ManyTile& q_tile)
@@ -66,6 +66,10 @@ class WidenedRows {
     for (int g = 0; g < kGroups; ++g) {
       const int key = n * S::kKeys + (FirstGroup() + g) * 8 + Key();
       const bool exists = key >= 0 && key < tile_.s.num_keys;
+      if (S::kOddHeads && p_.block_table.data == nullptr) {
+        places.block[g] = exists ? 0 : -1, places.token[g] = tile_.s.key_row + key;
+        continue;
+      }
       const int page = exists ? p_.PageOf(key) : 0;
       places.block[g] = exists ? Entry(p_.block_table, tile_.index, page) : -1;
       places.token[g] = key - page * p_.block_table.block_size;
@@ -74,18 +78,34 @@ class WidenedRows {
   }
 
   __device__ void Load(const Cache& cache, const Places& places, int chunk) {
-    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / 16); };
+    auto unit = [](int64_t stride) { return static_cast<uint32_t>(stride / kUnit); };
     const int g = chunk / S::kBlocks, vector = chunk % S::kBlocks * 4 + threadIdx.x % 4;
     uint4& row = rows_[chunk % kAhead];
     row = make_uint4(0, 0, 0, 0);
     // The page of keys that no row sees may be unsound: see CheckTables.
     if (!IsSound(p_.block_table, places.block[g]) || vector * 16 >= cache.head_size) return;
-    // In units of 16 bytes, in which offsets fit 32 bits (kv_near).
+    // In units in which offsets fit 32 bits (kv_near).
     const uint32_t offset = places.block[g] * unit(cache.stride_block) +
                             places.token[g] * unit(cache.stride_token) +
-                            tile_.kv_head * unit(cache.stride_head) + vector;
+                            tile_.kv_head * unit(cache.stride_head);
+    const char* from = cache.data + uint64_t{offset} * kUnit + vector * 16;
     // Past L1, as all copies: the kernel before may have written it, and no other warp wants it.
-    row = __ldcg(reinterpret_cast<const uint4*>(cache.data) + offset);
+    if constexpr (kUnit == 16) {
+      row = __ldcg(reinterpret_cast<const uint4*>(from));
+    } else {
+      const int bytes = cache.head_size - vector * 16;
+      uint32_t* const words = &row.x;
+#pragma unroll
+      for (int i = 0; i < 16 / kUnit; ++i) {
+        if (i * kUnit >= bytes) continue;
+        if constexpr (kUnit == 8) {
+          const uint2 pair = __ldcg(reinterpret_cast<const uint2*>(from) + i);
+          words[2 * i] = pair.x, words[2 * i + 1] = pair.y;
+        } else {
+          words[i] = __ldcg(reinterpret_cast<const uint32_t*>(from) + i);
+        }
+      }
+    }
   }
 
   template <typename T, bool kE5m2>
@@ -118,14 +138,14 @@ class WidenedRows {
 };
 
 // fp8 keys under 16-bit products. T: of the keys' products; those of values are of float16.
-template <typename T, typename S, bool kE5m2>
+template <typename T, typename S, bool kE5m2, int kUnit = 16>
 __device__ void GatherWidened(const WideProblem& w, const WideShared<S>& shared, int items) {
   PipelineState<S::kStages> keys;
   PipelineState<S::kValueStages> values;
   ForEachTile(w, shared, items, threadIdx.x / 32 == shared.Leader(true), [&](const ManyTile& tile) {
     const int first = tile.begin / S::kKeys;
     int n = (tile.end + S::kKeys - 1) / S::kKeys - 1;
-    WidenedRows<S> rows(w.p, tile);
+    WidenedRows<S, kUnit> rows(w.p, tile);
     rows.Begin(n);
 #pragma unroll 1
     for (; n >= first; --n) {
@@ -141,6 +161,17 @@ __device__ void GatherWidened(const WideProblem& w, const WideShared<S>& shared,
       rows.Advance();
     }
   });
+}
+
+template <typename T, typename S, bool kE5m2>
+__device__ void GatherOddWidened(const WideProblem& w, const WideShared<S>& shared, int items) {
+  switch (w.p.kv_unit) {
+    case 16:
+      return GatherWidened<T, S, kE5m2>(w, shared, items);
+    case 8:
+      return GatherWidened<T, S, kE5m2, 8>(w, shared, items);
+  }
+  GatherWidened<T, S, kE5m2, 4>(w, shared, items);
 }
 
 // Products of e4m3: keys are copied to where these find them, and values to raw stages, from which

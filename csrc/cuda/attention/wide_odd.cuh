@@ -1,10 +1,13 @@
 // What wide does of its own for odd heads, which do not all begin and end at multiples of 16 bytes,
 // as heads of 100 do. TMA reads nothing that begins elsewhere, so threads copy keys
-// (wide_gather.cuh) and queries.
+// (wide_gather.cuh, wide_gather_fp8.cuh) and queries.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_ODD_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_WIDE_ODD_CUH_
 
+#include <type_traits>
+
 #include "cuda/attention/mma.cuh"
+#include "cuda/attention/wide_fp8.cuh"
 #include "cuda/attention/wide_shared.cuh"
 
 namespace flashxla::attention {
@@ -12,11 +15,13 @@ namespace flashxla::attention {
 #if defined(FLASHXLA_HOPPER)
 
 // Starts to copy a warpgroup's rows of a q tile to `queries`, those of all warpgroups; rows and
-// columns that do not exist become 0. All its threads must call it. kUnit: bytes of a copy.
-template <int kDims, int kUnit, typename S>
+// columns that do not exist become 0. All its threads must call it. kBytes: of a row in shared
+// memory; kUnit: of a copy.
+template <int kBytes, int kUnit, typename S>
 __device__ void CopyOddQueries(const Problem& p, const TileRows<S>& of, const ManyTile& tile,
                                int group, uint32_t queries) {
-  constexpr int kUnits = kDims * 2 / kUnit, kEach = 64 * kUnits / kWarpgroupThreads;
+  constexpr int kUnits = kBytes / kUnit, kEach = 64 * kUnits / kWarpgroupThreads;
+  const int size = p.q_dtype == p.out_dtype ? 2 : 1;
 #pragma unroll 4
   for (int n = 0; n < kEach; ++n) {
     const int i = n * kWarpgroupThreads + threadIdx.x % kWarpgroupThreads;
@@ -26,9 +31,38 @@ __device__ void CopyOddQueries(const Problem& p, const TileRows<S>& of, const Ma
     CopyAsync<kUnit>(
         queries + (chunk / 8 * S::kQTileRows + row) * kWideRowBytes + (chunk % 8 ^ row % 8) * 16 +
             at % 16,
-        p.q.data + ((tile.s.first_query + query) * p.q.stride_token + head * p.q.stride_head) * 2 +
-            at,
-        query < tile.s.num_queries && offset < of.tokens() && at < p.k.head_size * 2);
+        p.q.data +
+            ((tile.s.first_query + query) * p.q.stride_token + head * p.q.stride_head) * size + at,
+        query < tile.s.num_queries && offset < of.tokens() && at < p.k.head_size * size);
+  }
+}
+
+// The same, and waits for them; fp8 queries of 16-bit products are widened to Out. barrier: of the
+// warpgroup.
+template <int kDims, typename Out, typename S>
+__device__ void LoadOddQueries(const Problem& p, const TileRows<S>& of, const ManyTile& tile,
+                               int group, uint32_t queries, int barrier) {
+  const bool fp8 = !S::kDirect && p.q_dtype != p.out_dtype;
+  auto copy = [&](auto bytes) {
+    constexpr int kBytes = decltype(bytes)::value;
+    p.q_unit >= 8 ? CopyOddQueries<kBytes, 8>(p, of, tile, group, queries)
+                  : CopyOddQueries<kBytes, 4>(p, of, tile, group, queries);
+  };
+  SyncNamed(barrier, kWarpgroupThreads);  // the products of the last tile are over
+  if (fp8) {
+    copy(std::integral_constant<int, kDims>{});
+  } else {
+    copy(std::integral_constant<int, 2 * kDims>{});
+  }
+  CommitCopies();
+  WaitCopies<0>();
+  FenceProxy();
+  SyncNamed(barrier, kWarpgroupThreads);
+  if constexpr (!S::kDirect) {
+    const uint32_t mine = queries + group * 64 * kWideRowBytes;
+    if (!fp8) return;
+    p.q_dtype == FLASHXLA_F8E5M2 ? WidenQueries<Out, true, S>(mine, barrier)
+                                 : WidenQueries<Out, false, S>(mine, barrier);
   }
 }
 

@@ -56,12 +56,14 @@ enum class WideScores {
             // are divided into parts
   kFixed,   // 16-bit keys with batch_invariant: the same, but for fixed parts
   kAny,     // and ALiBi. Of fp8 keys: all of this. Of 16-bit keys: a softcap, small pages and ALiBi
-  kOdd,  // 16-bit keys with odd heads (wide_odd.cuh): a softcap, and parts; threads copy all keys
+  kOdd,     // odd heads (wide_odd.cuh), whose keys threads copy: all of this, but ALiBi only of fp8
+            // keys
 };
 
 // Warpgroups that multiply.
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
-  return dims <= 64 && keys == WideKeys::kDirect && scores != WideScores::kAny ? 3 : 2;
+  const bool much_code = scores == WideScores::kAny || scores == WideScores::kOdd;
+  return dims <= 64 && keys == WideKeys::kDirect && !much_code ? 3 : 2;
 }
 
 // What a thread has of a part's result, in vectors of 4: a share of two rows' outputs, then their
@@ -84,9 +86,10 @@ struct WideShape {
   static constexpr bool kDivides = kSoftcap && !(kDirect && kScores == WideScores::kAny);
   static constexpr bool kOddHeads = kScores == WideScores::kOdd;
   static constexpr bool kPacks = kDivides || kScores == WideScores::kPacked;
-  static constexpr bool kFixedParts = kDirect ? kScores == WideScores::kFixed : kDivides;
-  static constexpr bool kAnyParts = kDivides && !(kDirect && kFixedParts);
-  static constexpr bool kAlibi = kScores == WideScores::kAny;
+  static constexpr bool kFixedParts =
+      kDivides && (!kDirect || kOddHeads || kScores == WideScores::kFixed);
+  static constexpr bool kAnyParts = kDivides && !(kDirect && kScores == WideScores::kFixed);
+  static constexpr bool kAlibi = kScores == WideScores::kAny || (kOddHeads && !kDirect);
   static constexpr bool kGathers = kSoftcap;  // may copy keys by threads
   static constexpr int kKeys = WideKvTileKeys(kValueDims, kKeyKind);
   static constexpr int kLeastBoxKeys = WideLeastBoxKeys(kDims, kKeyKind);
@@ -141,16 +144,14 @@ struct WideShape {
   // of time, and with fewer of them wait for an address's registers after each copy.
   static constexpr bool kLoadsByTma = kDirect && !kGathers;
   static constexpr bool kConsumersNeedAll = kLoadsByTma && kDims > 192;
-  static constexpr int kProducerRegisters = kManyProducers ? (kDims > 128 ? 40 : 48)
-                                            : kOddHeads ? (kConsumers > 2 || kDims > 128 ? 56 : 72)
+  static constexpr int kProducerRegisters = kManyProducers      ? (kDims > 128 ? 40 : 48)
+                                            : kOddHeads         ? (kDims > 128 ? 56 : 72)
                                             : kConsumers > 2    ? 32
                                             : kConsumersNeedAll ? 24
                                                                 : 40;
-  static constexpr int kConsumerRegisters = kOddHeads           ? (kConsumers > 2 ? 152
-                                                                   : kDims > 128  ? 224
-                                                                                  : 216)
+  static constexpr int kConsumerRegisters = kManyProducers      ? (kDims > 128 ? 216 : 208)
+                                            : kOddHeads         ? (kDims > 128 ? 224 : 216)
                                             : kConsumers > 2    ? 160
-                                            : kManyProducers    ? (kDims > 128 ? 216 : 208)
                                             : kConsumersNeedAll ? 240
                                                                 : 232;
   static_assert(kBytes <= 227 * 1024);
