@@ -33,7 +33,8 @@ KINDS = {
     "speculation": Kind(((1, 10),), "wide"),
     "wide": Kind(((48, 150),), "wide"),
     "parts": Kind(((1, 1), (100, 150)), "wide", page=128),  # of few q tiles with many keys
-    "tile": Kind(((17, 70),), "tile", page=4, dim=100),
+    "odd heads": Kind(((1, 1), (1, 10), (17, 70)), "wide", page=4, dim=100),
+    "tile": Kind(((17, 70),), "tile", page=4, dim=99),
     "mixed": Kind(((1, 1), (1, 10), (17, 47), (48, 120)), "wide"),
     "float32": Kind(((1, 1), (1, 60)), "tile32", np.float32),
 }

@@ -40,6 +40,7 @@ SHAPES = (
     Shape(20, (8, 2), 128),
     Shape(7, (16, 1), 64, "e4m3"),
     Shape(1, (4, 1), 256, queries=4),
+    Shape(9, (12, 3), 100),  # threads copy the keys
 )
 
 
