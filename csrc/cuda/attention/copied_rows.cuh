@@ -1,5 +1,4 @@
-// Rows of keys or values that threads copy to shared memory, where TMA takes longer or cannot:
-// pages of a few keys, and heads that do not all begin and end at multiples of 16 bytes.
+// Rows of keys or values that threads copy to shared memory, where TMA takes longer or cannot.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_COPIED_ROWS_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_COPIED_ROWS_CUH_
 
@@ -24,7 +23,7 @@ struct CopiedRows {
   static_assert(kCount % (4 * kAtOnce) == 0);
 
   // Starts to copy the rows to a stage, from its row `first_row` on, a multiple of kCount. place:
-  // block and token of row `lane % kCount`; a block of -1 stands for zeros. unit: bytes that are
+  // block and token of row `lane % kCount`; a block of -1 stands for zeros. kUnit: bytes that are
   // copied at a time, 4, 8 or 16, in which offsets fit 32 bits (kv_near).
   template <int kUnit>
   __device__ static void Copy(const Cache& cache, int kv_head, int2 place, int first_row,
