@@ -72,21 +72,25 @@ bool WorksAsPlanned(const Problem& p, const Choice& choice, int role) {
   return role != kMany || WideWork(p).odd_heads == choice.many.odd_heads;
 }
 
+// The tensor whose address a plan did not expect; null if there is none.
+const char* Misaligned(const Problem& p) {
+  auto misaligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; };
+  return misaligned(p.q.data)     ? "q"
+         : misaligned(p.k.data)   ? "k"
+         : misaligned(p.v.data)   ? "v"
+         : misaligned(p.out.data) ? "out"
+                                  : nullptr;
+}
+
 // The engines of a plan are chosen before the addresses are known, for aligned tensors. Refuses a
 // call whose tensors the chosen engines cannot take.
 flashxla_status CheckPlanned(const Facts& facts, const Choice& choice) {
+  const char* which = Misaligned(facts.problem);
   for (int role = 0; role < kNumRoles; ++role) {
     if (!choice.Runs(role)) continue;
-    const Engine* engine = choice.engines[role];
-    const char* why = engine->why_not(facts);
-    const Problem& p = facts.problem;
-    if (why[0] == '\0' && WorksAsPlanned(p, choice, role)) continue;
-    auto misaligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; };
-    const char* which = misaligned(p.q.data)     ? "q"
-                        : misaligned(p.k.data)   ? "k"
-                        : misaligned(p.v.data)   ? "v"
-                        : misaligned(p.out.data) ? "out"
-                                                 : nullptr;
+    const char* why = choice.engines[role]->why_not(facts);
+    const bool as_planned = which == nullptr || WorksAsPlanned(facts.problem, choice, role);
+    if (why[0] == '\0' && as_planned) continue;
     if (which == nullptr) {
       return SetError(FLASHXLA_INTERNAL, "the program was compiled for another call: %s", why);
     }

@@ -122,7 +122,7 @@ Choice ChooseEngines(const Facts& facts) {
     const bool large = choice.engines[kFew] == &kLargeSplitEngine;
     choice.few = swap ? SwapWork(facts, choice.all_few ? longest : -1)
                       : SplitWork(p, large ? kRestQTileRows : kSplitQTileRows);
-    if (swap) choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why its threads have to copy
+    if (choice.few.copies) choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why they have to
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.make_plan =
         swap && (choice.all_few ? facts.num_sequences <= kMaxOwnSequences

@@ -107,12 +107,10 @@ FewShape SwapWork(const Facts& facts, int64_t most_rows) {
   if (most_rows >= 0) {
     few.heads_together = few.copies ? 1 : TogetherHeads(facts, most_rows);
     few.q_tile_rows = SwapQTileRows(most_rows * few.heads_together, p.LargerHeadSize(), few.copies);
-    const bool small = few.q_tile_rows == kSplitQTileRows && BucketOf(p) <= 128 &&
-                       few.heads_together == 1 && !few.copies && !IsFp8(p.kv_dtype);
-    few.many_short = small && MayBeManyShort(facts);
-    if (few.q_tile_rows == kSplitQTileRows && few.heads_together == 1 && !few.many_short) {
-      few.copies = few.copies || IsCopiedFaster(facts);
-    }
+    const bool may_vary =
+        few.q_tile_rows == kSplitQTileRows && few.heads_together == 1 && !few.copies;
+    few.many_short = may_vary && BucketOf(p) <= 128 && !IsFp8(p.kv_dtype) && MayBeManyShort(facts);
+    if (may_vary && !few.many_short) few.copies = IsCopiedFaster(facts);
   }
   CountBlocks(p.num_kv_heads / few.heads_together,
               few.many_short ? kManyShortBlocksEach : FewBlocksEach(BucketOf(p), few.q_tile_rows),
