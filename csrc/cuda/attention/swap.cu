@@ -16,7 +16,7 @@ const char* WhyNotSwap(const Facts& facts) {
   if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
-  if (p.block_table.num_blocks == 0 || p.block_table.block_size == 0) return "there are no keys";
+  if (const char* why = WhyNoKeys(p); why[0] != '\0') return why;
   if (!MustCopyFew(p)) return "";
   if (p.kv_unit == 0) {
     return "strides, addresses or head sizes of the keys are not multiples of 4 bytes";

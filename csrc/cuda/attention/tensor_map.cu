@@ -68,9 +68,14 @@ bool AreVectors(const Rows& rows, int64_t dtype) {
                                              rows.stride_head * size}) == 16;
 }
 
+const char* WhyNoKeys(const Problem& p) {
+  const bool none = p.block_table.num_blocks == 0 || p.block_table.block_size == 0;
+  return none ? "there are no keys" : "";
+}
+
 const char* WhyNoCacheBoxes(const Problem& p, int least) {
   const BlockTable& table = p.block_table;
-  if (table.num_blocks == 0 || table.block_size == 0) return "there are no keys";
+  if (const char* why = WhyNoKeys(p); why[0] != '\0') return why;
   if (table.data != nullptr && KeysOfBox(p, least) < least) {
     static thread_local char why[64];  // valid until this thread's next call
     std::snprintf(why, sizeof(why), "the page size is not a multiple of %d", least);

@@ -20,6 +20,9 @@ inline bool TakesStride(int64_t size, int64_t stride) {
 // Whether rows of a dtype can be read in vectors of 16 bytes.
 bool AreVectors(const Rows& rows, int64_t dtype);
 
+// Why a call has no keys to load; "" if it may have some.
+const char* WhyNoKeys(const Problem& p);
+
 // Why TMA cannot load the keys and values in boxes of at least `least` keys, a power of two, that
 // each lie in one page; "" if it can.
 const char* WhyNoCacheBoxes(const Problem& p, int least);

@@ -131,7 +131,7 @@ const char* WhyNotWide(const Facts& facts) {
   if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (IsFp8(p.q_dtype) && !IsFp8(p.kv_dtype)) return "fp8 queries of 16-bit keys";
-  if (p.block_table.num_blocks == 0 || p.block_table.block_size == 0) return "there are no keys";
+  if (const char* why = WhyNoKeys(p); why[0] != '\0') return why;
   if (HasOddHeads(p)) return WhyNotOddHeads(p);
   if (const char* why = WhyNoCacheBoxes(p, 1); why[0] != '\0') return why;
   if (Gathers(p) && !p.kv_near) return "pages that are no multiple of 8 tokens, in 64 GiB or more";
