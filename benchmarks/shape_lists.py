@@ -153,6 +153,8 @@ DECODE_MORE = (
             "fp8 cache, pages of 1": {**FP8_CACHE, "page": 1},
             "head sizes 576 and 512, 128 heads on 1": {**APART["head sizes 576 and 512"], "heads": (128, 1)},
             "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
+            "fp8 cache, head size 512": {**FP8_CACHE, **APART["head size 512"]},
+            "head size 300": {"dim": 300, "heads": (8, 2)},
         },
     ),
     *changed(

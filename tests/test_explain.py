@@ -181,10 +181,19 @@ def test_other_head_sizes_are_a_reason_on_a_gpu() -> None:
     jax = pytest.importorskip("jax")
     _, _, *rest = jax_arguments()
     caches = tuple(jax.ShapeDtypeStruct((P, B, HK, dim), "bfloat16") for dim in (576, 512))
-    query = jax.ShapeDtypeStruct((T, HQ, 576), "bfloat16")
-    got = flashxla.explain("paged_attention", query, caches, *rest, platform="cuda")
-    assert got.few_queries.startswith("large_split:") and got.many_queries.startswith("large_split:")
-    assert "576 and 512, is above 256" in got.reason
+
+    def explained(num_heads: int) -> flashxla.Explanation:
+        query = jax.ShapeDtypeStruct((T, num_heads, 576), "bfloat16")
+        return flashxla.explain("paged_attention", query, caches, *rest, platform="cuda")
+
+    got = explained(HQ)
+    assert got.few_queries.startswith("swap:") and "threads copy the keys" in got.few_queries
+    got = explained(10 * HQ)
+    assert got.few_queries.startswith("large_split:") and got.many_queries.startswith("large:")
+    assert [kernel.reason for kernel in got.kernels] == [
+        "head sizes are above 256, and a KV head may have more than 16 rows",
+        "a head size, of 576 and 512, is above 256",
+    ]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40, 5000])

@@ -454,6 +454,28 @@ def large_call(rng: Rng) -> Call:
     return bounded(rng, driver.attention_call(rng, sizes), always=True)
 
 
+def large_few_call(rng: Rng) -> Call:
+    """swap, with head sizes above 256: at most 16 rows of a KV head."""
+    dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (300, 264), (64, 504))
+    group = int(pick(rng, 1, 4, 9, 16))
+    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
+    len_q = rng.integers(0, 16 // group + 1, 5)
+    sizes = Sizes(
+        q_dtype=q_dtype,
+        element=element_of(rng, q_dtype),
+        kv_heads=int(rng.integers(1, 3)),
+        group=group,
+        dim=dim,
+        len_q=len_q,
+        len_k=lengths(rng, len_q, 700),
+        page=page_size(rng),
+        v_dim=v_dim,
+    )
+    call = driver.attention_call(rng, sizes)
+    call.scalars.update({"max_seqlen_q": 16 // group, "batch_invariant": 0})
+    return call
+
+
 def apart_call(rng: Rng) -> Call:
     """Any head sizes of keys and values, which differ, or large ones; few queries or many."""
     dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
@@ -576,6 +598,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     general_call,
     wide_gradients_call,
     large_call,
+    large_few_call,
     driver.attention_call,
     tile_gradients_call,
     tile32_gradients_call,
@@ -589,7 +612,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     odd_call,
 )
 # The others' turns come seldom: these calls are large. They take the turn of another call each time.
-BIG_KV_CACHE_EVERY, MANY_EVERY = 26, 36
+BIG_KV_CACHE_EVERY, MANY_EVERY = 27, 35
 assert math.gcd(BIG_KV_CACHE_EVERY, len(CALLS)) == 1
 # What the library says of an engine's instances that have calls of their own here.
 SPECIAL = {

@@ -201,24 +201,27 @@ ENGINES = [
         "split32",
         "tile32",
     ),
-    # large_split and large: head sizes above 256
+    # swap, large_split and large: head sizes above 256
+    (Case(DECODE, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", page=16, sinks="f32"), "swap", "swap"),
     (
-        Case(DECODE, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", page=16, sinks="f32"),
+        Case(DECODE, heads=(17, 1), dim=576, v_dim=512, dtype="bf16", page=16, sinks="f32"),
         "large_split",
         "large_split",
     ),
     (Case(DECODE, heads=(128, 1), dim=576, v_dim=512, dtype="bf16", page=1), "large_split", "large_split"),
     (Case(SPECULATION, heads=(16, 1), dim=576, v_dim=512, dtype="f16", page=64), "large_split", "large"),
     (Case(PREFILL, dim=576, v_dim=512, dtype="bf16"), "large_split", "large"),
-    (Case(ONE_LONG, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", page=16), "large_split", "large_split"),
+    (Case(ONE_LONG, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", page=16), "swap", "swap"),
     (
         Case(ONE_LONG, heads=(100, 1), dim=512, dtype="f16", page=64, sinks="f32"),
         "large_split",
         "large_split",
     ),
-    (Case(RAGGED, heads=(8, 2), dim=320, dtype="bf16", page=16, alibi="H"), "large_split", "large_split"),
+    (Case(RAGGED, heads=(8, 2), dim=320, dtype="bf16", page=16, alibi="H"), "swap", "swap"),
+    (Case(RAGGED, heads=(16, 2), dim=320, dtype="bf16", page=16, alibi="H"), "large_split", "large_split"),
+    (Case(RAGGED, heads=(6, 2), dim=64, v_dim=400, dtype="f16", window=(70, -1)), "swap", "swap"),
     (
-        Case(RAGGED, heads=(6, 2), dim=64, v_dim=400, dtype="f16", window=(70, -1)),
+        Case(RAGGED, heads=(6, 1), dim=64, v_dim=400, dtype="f16", window=(70, -1)),
         "large_split",
         "large_split",
     ),
@@ -243,8 +246,9 @@ ENGINES = [
     ),
     (Case(ODD, dim=8, v_dim=504, dtype="f16", used=True, lse=False), "large_split", "large"),
     # with fp8 keys, and fp8 queries
+    (Case(DECODE, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", cache="e4m3", page=8), "swap", "swap"),
     (
-        Case(DECODE, heads=(16, 1), dim=576, v_dim=512, dtype="bf16", cache="e4m3", page=8),
+        Case(DECODE, heads=(18, 1), dim=576, v_dim=512, dtype="bf16", cache="e4m3", page=8),
         "large_split",
         "large_split",
     ),
@@ -255,11 +259,16 @@ ENGINES = [
     ),
     (
         Case(ONE_LONG, heads=(16, 1), dim=576, v_dim=512, dtype="f16", cache="e5m2", page=1, sinks="f32"),
-        "large_split",
-        "large_split",
+        "swap",
+        "swap",
     ),
     (
         Case(RAGGED, heads=(8, 2), dim=320, dtype="bf16", cache="e4m3", page=16, alibi="H", descale="SH"),
+        "swap",
+        "swap",
+    ),
+    (
+        Case(RAGGED, heads=(7, 1), dim=320, dtype="bf16", cache="e4m3", page=16, alibi="H", descale="SH"),
         "large_split",
         "large_split",
     ),
@@ -277,7 +286,8 @@ ENGINES = [
     (Case(LONG, dim=16, v_dim=400, dtype="bf16", cache="e4m3", leftpad=True), "large_split", "large"),
     # general: such head sizes, and float32, or no vectors
     (Case(DECODE, heads=(16, 1), dim=576, v_dim=512, page=16, sinks="f32"), "general", "general"),
-    (Case(DECODE, heads=(2, 1), dim=280, dtype="bf16", cache="e4m3", page=8), "general", "general"),
+    (Case(DECODE, heads=(2, 1), dim=281, dtype="bf16", cache="e4m3", page=8), "general", "general"),
+    (Case(DECODE, heads=(20, 1), dim=280, dtype="bf16", cache="e4m3", page=8), "general", "general"),
     (Case(ODD, heads=(2, 1), dim=300, dtype="bf16", window=(17, 9), causal=False), "general", "general"),
     (Case(PREFILL, dim=128, v_dim=300, page=8, alibi="H", leftpad=True), "general", "general"),
     # values whose head size differs from the keys', up to 256

@@ -109,7 +109,7 @@ MANY_EACH: list[tuple[Case, str]] = [
     (Case(((1, 9000),), heads=(16, 1), **_MLA, dtype="bf16", page=16, sinks="f32"), "large_split"),
     (Case(((1, 5000), (1, 70), (1, 3), (1, 900)), heads=(100, 1), **_MLA, dtype="f16", page=8), "large_split"),
     (Case(((3, 8000),), heads=(32, 2), dim=512, dtype="bf16", cache="e4m3", page=64), "large_split"),
-    (Case(((1, 7000), (1, 0)), heads=(5, 1), dim=264, dtype="bf16", window=(6000, 0), pad_tokens=3), "large_split"),
+    (Case(((1, 7000), (1, 0)), heads=(17, 1), dim=264, dtype="bf16", window=(6000, 0), pad_tokens=3), "large_split"),
     (Case(((1, 20_000),), heads=(7, 1), dim=128, page=16, alibi="H"), "split32"),
     (Case(((2, 9000), (1, 4000)), heads=(8, 1), dim=64, page=64, softcap=5.0), "split32"),
     (Case(((1, 14_000),), heads=(16, 1), dim=256, page=16), "split32"),

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "common/attention_arguments.h"
 #include "common/tensor_view.h"
 #include "cuda/attention/problem.cuh"
 #include "flashxla/common.h"
@@ -20,6 +21,9 @@ struct Type {
 
 // The largest head size of most engines.
 constexpr int kMaxUsualHeadSize = 256;
+
+// Whether head sizes are above those of most engines.
+inline bool HasLargeHeads(const Problem& p) { return p.LargerHeadSize() > kMaxUsualHeadSize; }
 
 // The head sizes that have an instance, in ascending order.
 template <int... kSizes>
@@ -40,7 +44,7 @@ struct HeadSizes {
 
 using UsualHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize>;
 // Of the engine for few queries where threads copy the keys.
-using CopiedHeadSizes = HeadSizes<128, kMaxUsualHeadSize>;
+using CopiedHeadSizes = HeadSizes<128, kMaxUsualHeadSize, static_cast<int>(kMaxHeadSize)>;
 // Of partial results: also of larger heads, up to the largest of values.
 using CombinedHeadSizes = HeadSizes<64, 128, kMaxUsualHeadSize, 512>;
 // Of the engines for prompts and training on Hopper, whose time goes with the head size.

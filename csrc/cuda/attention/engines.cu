@@ -76,7 +76,7 @@ const char* WhyMixedDtypes(const Problem& p) {
 }
 
 const char* WhyNotUsual(const Problem& p) {
-  if (p.LargerHeadSize() > kMaxUsualHeadSize) {
+  if (HasLargeHeads(p)) {
     static thread_local char why[64];  // valid until this thread's next call
     std::snprintf(why, sizeof(why), "a head size, of %d and %d, is above %d", p.k.head_size,
                   p.v.head_size, kMaxUsualHeadSize);
@@ -122,7 +122,9 @@ Choice ChooseEngines(const Facts& facts) {
     const bool large = choice.engines[kFew] == &kLargeSplitEngine;
     choice.few = swap ? SwapWork(facts, choice.all_few ? longest : -1)
                       : SplitWork(p, large ? kRestQTileRows : kSplitQTileRows);
-    if (choice.few.copies) choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why they have to
+    if (choice.few.copies && !HasLargeHeads(p)) {
+      choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why they have to
+    }
     choice.few_takes_rest = choice.few_chunks && choice.engines[kMany] != nullptr;
     choice.make_plan =
         swap && (choice.all_few ? facts.num_sequences <= kMaxOwnSequences

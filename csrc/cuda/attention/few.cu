@@ -102,7 +102,7 @@ FewShape SwapWork(const Facts& facts, int64_t most_rows) {
   const Problem& p = facts.problem;
   FewShape few = {};
   few.combines = true;
-  few.copies = MustCopyFew(p);
+  few.copies = MustCopyFew(p) || HasLargeHeads(p);
   few.q_tile_rows = kSwapQTileRows;
   if (most_rows >= 0) {
     few.heads_together = few.copies ? 1 : TogetherHeads(facts, most_rows);

@@ -72,7 +72,7 @@ const char* WhyNotLarge(const Facts& facts) {
   if (!p.kv_vectors() || !AreVectors(p.q, p.q_dtype)) {
     return "strides, addresses or head sizes are not multiples of 16 bytes";
   }
-  const bool usual = p.LargerHeadSize() <= kMaxUsualHeadSize;
+  const bool usual = !HasLargeHeads(p);
   if (usual && IsFp8(p.kv_dtype)) return "keys are fp8, in heads of at most 256";
   const int bytes =
       usual ? sizeof(LargeShared<kMaxUsualHeadSize, 32>) : sizeof(LargeShared<kMostDims, 32>);
@@ -81,7 +81,7 @@ const char* WhyNotLarge(const Facts& facts) {
 
 const char* WhyNotLargeSplit(const Facts& facts) {
   // Smaller heads have engines of their own, which are faster.
-  if (facts.problem.LargerHeadSize() <= kMaxUsualHeadSize) return "head sizes are at most 256";
+  if (!HasLargeHeads(facts.problem)) return "head sizes are at most 256";
   if (const char* why = WhyNotLarge(facts); why[0] != '\0') return why;
   return AreFewStepsCountable(facts, false) ? "" : "the batch has too many keys for split-KV";
 }

@@ -1,5 +1,6 @@
 // swap: sequences with few queries (decode), by split-KV, on Hopper's tensor cores. Keys are the
 // rows of the products, queries the columns ("swap AB").
+#include <algorithm>
 #include <type_traits>
 
 #include "common/tensor_view.h"
@@ -11,17 +12,39 @@
 namespace flashxla::attention {
 namespace {
 
+// Of head sizes above 256: to add up the parts of many rows, or many parts, takes a thread block
+// longer than all of large_split's.
+const char* WhyNotSwapLarge(const Facts& facts) {
+  const Problem& p = facts.problem;
+  if (std::min<int64_t>(p.max_queries, p.num_tokens) * p.group_size > kSplitQTileRows) {
+    return "head sizes are above 256, and a KV head may have more than 16 rows";
+  }
+  constexpr int64_t kMostParts = 96;
+  const int64_t sequences = std::max<int64_t>(int64_t{p.num_kv_heads} * facts.num_sequences, 1);
+  // Whatever GPU there is: programs can be compiled without one.
+  const int64_t blocks = kHopper.multiprocessors / sequences;
+  if (std::min(facts.capacity / kFewKvTileKeys, blocks) > kMostParts) {
+    return "head sizes are above 256, and a sequence may be in more than 96 parts";
+  }
+  return "";
+}
+
 const char* WhyNotSwap(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
+  const bool large = HasLargeHeads(p);
+  if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
+  if (p.q_dtype == FLASHXLA_F32) return "queries are float32";
   if (!LoadedImage().hopper) return WhyNoHopper();
-  if (!AreFewStepsCountable(facts, false)) return "the batch has too many keys for split-KV";
+  if (large) {
+    if (const char* why = WhyNotSwapLarge(facts); why[0] != '\0') return why;
+  }
+  if (!AreFewStepsCountable(facts, large)) return "the batch has too many keys for split-KV";
   if (const char* why = WhyNoKeys(p); why[0] != '\0') return why;
-  if (!MustCopyFew(p)) return "";
+  if (!large && !MustCopyFew(p)) return "";
   if (p.kv_unit == 0) {
     return "strides, addresses or head sizes of the keys are not multiples of 4 bytes";
   }
-  return p.kv_near ? "" : "TMA cannot load the keys, in a large cache";
+  return p.kv_near ? "" : "threads have to copy the keys, and the cache is too large for that";
 }
 
 // Calls body(Type<SwapShape>) with the shape that serves a call.

@@ -37,10 +37,10 @@ template <typename S>
 __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
                              const SplitWorkspace& workspace, int kv_head, int warp,
                              const SplitTile& tile) {
-  using Row = CombinedRow<S::kDims>;
+  using Row = CombinedRow<S::kValueDims>;
   // A slot has a part of a row: the values, and the four neighbouring rows' largest scores and
   // sums.
-  constexpr int kValueBytes = S::kDims * 4, kSumBytes = 32;
+  constexpr int kValueBytes = S::kValueDims * 4, kSumBytes = 32;
   constexpr int kWarps = S::kConsumerWarps;
   constexpr int kRoom = S::kStages * S::kStageBytes / kWarps;
   constexpr int kSlots = kRoom / (kValueBytes + kSumBytes);
@@ -79,13 +79,15 @@ __device__ void CombineParts(const SwapProblem& w, const SwapShared<S>& shared,
           CopyAsync16(to, from + workspace.shape.row_max(), true);
           CopyAsync16(to + 16, from + workspace.shape.row_sum(), true);
         }
-        const float* from = part(base) + r * S::kDims + lane * 4;
+        const float* from = part(base) + r * S::kValueDims + lane * 4;
 #pragma unroll 4
         for (int n = 0; n < count; ++n) {
           const uint32_t to = values + (first + n) * kValueBytes + lane * 16;
 #pragma unroll
-          for (int chunk = 0; chunk < S::kDims / 4; chunk += 32) {
-            if (chunk + lane < S::kDims / 4) CopyAsync16(to + chunk * 16, from + chunk * 4, true);
+          for (int chunk = 0; chunk < S::kValueDims / 4; chunk += 32) {
+            if (chunk + lane < S::kValueDims / 4) {
+              CopyAsync16(to + chunk * 16, from + chunk * 4, true);
+            }
           }
           // Each block has two places, and only the first part can be in the second one.
           from += (base + n == 0 && tile.back ? 1 : 2) * workspace.shape.floats();

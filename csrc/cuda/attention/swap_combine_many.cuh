@@ -19,9 +19,9 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
                                 const SplitWorkspace& workspace, int kv_head, int warp,
                                 const SplitTile& tile) {
   using Out = typename S::Out;
-  constexpr int kMostBlocks = 144 * S::kThreadBlocks;  // that a Hopper GPU runs at a time
-  constexpr int kVectors = S::kDims / 64;              // of a lane, of two dims
-  constexpr int kRows = 4, kParts = 4;                 // that a warp has at a time
+  constexpr int kMostBlocks = 144 * S::kThreadBlocks;     // that a Hopper GPU runs at a time
+  constexpr int kVectors = S::kValueDims / 64;            // of a lane, of two dims
+  constexpr int kRows = S::kStreams ? 2 : 4, kParts = 4;  // that a warp has at a time
   static_assert(S::kMaxRows <= S::kConsumerThreads);
   static_assert(S::kMaxRows * (kMostBlocks + kParts) * int{sizeof(float)} <=
                 S::kStages * S::kStageBytes);
@@ -106,7 +106,7 @@ __device__ void CombineManyRows(const SwapProblem& w, const SwapShared<S>& share
           for (int i = 0; i < kVectors; ++i) {
             // Past L1, where another block's results may be missing.
             x[r][n][i] =
-                __ldcg(reinterpret_cast<const float2*>(from + row_of(r) * S::kDims + i * 64));
+                __ldcg(reinterpret_cast<const float2*>(from + row_of(r) * S::kValueDims + i * 64));
           }
         }
       }

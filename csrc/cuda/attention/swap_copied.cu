@@ -12,11 +12,14 @@ void LaunchSwapCopied(const SwapProblem& w, void* workspace, cudaStream_t stream
     using Product = std::conditional_t<kFp8, __half, Out>;
     constexpr int kDims = decltype(dims)::value;
     constexpr SwapKind kKind = SwapKind::kCopied;
-    p.few.q_tile_rows == kSplitQTileRows
-        ? LaunchSwapKernel<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows, kKind>>(
-              w, workspace, stream)
-        : LaunchSwapKernel<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows, kKind>>(
-              w, workspace, stream);
+    if constexpr (kDims <= kMaxUsualHeadSize) {
+      if (p.few.q_tile_rows > kSplitQTileRows) {
+        return LaunchSwapKernel<SwapShape<Product, Out, kDims, kFp8, kSwapQTileRows, kKind>>(
+            w, workspace, stream);
+      }
+    }
+    LaunchSwapKernel<SwapShape<Product, Out, kDims, kFp8, kSplitQTileRows, kKind>>(w, workspace,
+                                                                                   stream);
   };
   WithInstance<CopiedHeadSizes>(p, launch);
 }

@@ -20,14 +20,30 @@ __device__ void SwapCopy(const SwapProblem& w, const SwapShared<S>& shared,
                          int warp) {
   constexpr int kKeys = kFewKvTileKeys / S::kProducerWarps;
   static_assert(kKeys == kSliceKeys);
-  using Rows = CopiedRows<kFewKvTileKeys, kKeys, S::kBlocks * S::kRowBytes / 16, S::kFp8 ? 16 : 8>;
+  constexpr int kBlocks = S::kStreams ? 1 : S::kBlocks;  // of columns that are copied together
+  using Rows = CopiedRows<kFewKvTileKeys, kKeys, kBlocks * S::kRowBytes / 16, S::kFp8 ? 16 : 8>;
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31, first_row = warp * kKeys;
   Cursor at(p, sequences, block);
   auto find = [&] { return KeyPlaces::Find(p, at.sequence, at.index, at.first_key() + first_row); };
   KeyPlaces next = find();
-  int stage = 0;
+  int stage = 0, step = 0;
   uint32_t parity = 1;
+  auto advance = [&] {
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  };
+  auto copy_blocks = [&](Cache columns, int2 place, int blocks) {
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      WaitBarrier(shared.empty(stage), parity);
+      Rows::template Copy<kUnit>(columns, kv_head, place, first_row, shared.stage(stage));
+      ArriveAfterCopies(shared.keys_full(stage));
+      if (lane == 0) Arrive(shared.keys_full(stage));
+      __syncwarp();
+      advance();
+      columns.data += S::kRowBytes, columns.head_size -= S::kBlockDims;
+    }
+  };
 #pragma unroll 1
   while (at.step < at.end) {
     KeyPlaces places = next;
@@ -36,17 +52,25 @@ __device__ void SwapCopy(const SwapProblem& w, const SwapShared<S>& shared,
     const int2 place = make_int2(exists ? places.block : -1, places.token);
     at.Next(p);
     if (at.step < at.end) next = find();  // early, to hide the block table's latency
-    WaitBarrier(shared.empty(stage), parity);
-    Rows::template Copy<kUnit>(p.k, kv_head, place, first_row, shared.stage(stage));
-    ArriveAfterCopies(shared.keys_full(stage));
-    if (lane == 0) {
-      shared.mask(stage, warp) = static_cast<uint16_t>(places.mask);
-      Arrive(shared.keys_full(stage));
+    if constexpr (S::kStreams) {
+      if (lane == 0) shared.mask(step, warp) = static_cast<uint16_t>(places.mask);
+      if (++step == S::kStages) step = 0;
+      copy_blocks(p.k, place, S::KeyBlocks(p));
+      copy_blocks(p.v, place, S::kValueBlocks);
+    } else {
+      WaitBarrier(shared.empty(stage), parity);
+      Rows::template Copy<kUnit>(p.k, kv_head, place, first_row, shared.stage(stage));
+      ArriveAfterCopies(shared.keys_full(stage));
+      if (lane == 0) {
+        shared.mask(stage, warp) = static_cast<uint16_t>(places.mask);
+        Arrive(shared.keys_full(stage));
+      }
+      __syncwarp();
+      Rows::template Copy<kUnit>(p.v, kv_head, place, first_row,
+                                 shared.stage(stage) + S::kHalfBytes);
+      ArriveAfterCopies(shared.values_full(stage));
+      advance();
     }
-    __syncwarp();
-    Rows::template Copy<kUnit>(p.v, kv_head, place, first_row, shared.stage(stage) + S::kHalfBytes);
-    ArriveAfterCopies(shared.values_full(stage));
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
   WaitCopies<0>();
 }

@@ -9,6 +9,7 @@
 #include "cuda/attention/swap_combine_many.cuh"
 #include "cuda/attention/swap_copied.cuh"
 #include "cuda/attention/swap_plan.cuh"
+#include "cuda/attention/swap_stream.cuh"
 #include "cuda/attention/swap_tile.cuh"
 #include "cuda/launch.h"
 
@@ -28,14 +29,19 @@ __device__ void ComputeTile(const SwapProblem& w, const SwapShared<S>& shared,
   const int segment = at.step, segment_end = min(at.tile_end, at.end);
 #pragma unroll 1
   for (int key = at.first_key(); at.step < segment_end; ++at.step, key += kFewKvTileKeys) {
-    WaitBarrier(shared.keys_full(stage), parity);
-    auto await_values = [&] {
-      WaitBarrier(shared.values_full(stage), parity);
-      ZeroValues(shared, stage);
-    };
-    idle ? await_values() : tile.Step(w.p, stage, key, at.step == segment, await_values);
-    Release(shared.empty(stage));
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
+    if constexpr (S::kStreams) {
+      const int mask_index = (at.step - block.begin) % S::kStages;
+      tile.Stream(w.p, mask_index, key, at.step == segment, stage, parity);
+    } else {
+      WaitBarrier(shared.keys_full(stage), parity);
+      auto await_values = [&] {
+        WaitBarrier(shared.values_full(stage), parity);
+        ZeroValues(shared, stage);
+      };
+      idle ? await_values() : tile.Step(w.p, stage, key, at.step == segment, await_values);
+      Release(shared.empty(stage));
+      if (++stage == S::kStages) stage = 0, parity ^= 1;
+    }
   }
   const bool whole = segment == at.tile_start && segment_end == at.tile_end;
   const bool back = segment != block.begin;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "common/attention_arguments.h"
+#include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/hopper.cuh"
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/own_plan.cuh"
@@ -83,6 +85,7 @@ struct SwapShape {
   using Product = ProductType;
   using Out = OutType;
   static constexpr int kDims = kHeadDims;
+  static constexpr int kValueDims = std::min(kDims, static_cast<int>(kMaxValueHeadSize));
   static constexpr bool kFp8 = kIsFp8;
   static constexpr int kMaxRows = kMostRows;  // of a q tile
   // Many rows are shared by two warpgroups, so that they read keys from memory once.
@@ -90,6 +93,9 @@ struct SwapShape {
   static constexpr int kGroupRows = kMaxRows / kGroups;
   static constexpr int kConsumerWarps = kGroups * kSwapGroupWarps;
   static constexpr bool kCopied = kKind == SwapKind::kCopied;
+  // Of large heads a stage is a block of keys or values, not those of a whole step.
+  static constexpr bool kStreams = kDims > kMaxUsualHeadSize;
+  static_assert(!kStreams || (kCopied && kGroups == 1));
   static constexpr int kThreadBlocks =
       kKind == SwapKind::kManyShort ? kManyShortBlocksEach : FewBlocksEach(kDims, kMaxRows);
   // Two warpgroups need registers that a whole third one, with the producer warps, gives up; so do
@@ -110,19 +116,20 @@ struct SwapShape {
                                      : kKind == SwapKind::kPairsOf96 ? 96
                                                                      : 0;
   static constexpr bool kPairs = kPairedDims > 0;
-  static constexpr int kBlocks =
-      kPairs ? (2 * kPairedDims + kBlockDims - 1) / kBlockDims : kDims / kBlockDims;
+  static constexpr int kBlocks = ((kPairs ? 2 * kPairedDims : kDims) + kBlockDims - 1) / kBlockDims;
+  static constexpr int kValueBlocks = kPairs ? kBlocks : kValueDims / kBlockDims;
   // Steps of 16 columns of a head, and tiles of 64 columns of the output.
   static constexpr int kColumnSteps = (kPairs ? kPairedDims : kDims) / 16;
-  static constexpr int kOutTiles = kPairs ? kBlocks : kDims / 64;
+  static constexpr int kOutTiles = kPairs ? kBlocks : kValueDims / 64;
   static constexpr int kBlockBytes = kFewKvTileKeys * kRowBytes;
   static constexpr int kHalfBytes = kBlocks * kBlockBytes;  // the keys of a stage, or the values
-  static constexpr int kStageBytes = 2 * kHalfBytes;
-  static constexpr int kQueryBytes = kGroupRows * kDims * 2;  // of a warpgroup
+  static constexpr int kStageBytes = kStreams ? kBlockBytes : 2 * kHalfBytes;
+  static constexpr int kQueryDims = kStreams ? kBlocks * kBlockDims : kDims;
+  static constexpr int kQueryBytes = kGroupRows * kQueryDims * 2;  // of a warpgroup
   static constexpr int kWeightBytes = kGroupRows * kRowBytes;
   using Rows = SwapRows<kGroupRows>;
   static constexpr bool kMakesPlan = kKind != SwapKind::kManyShort;
-  static constexpr int kMaxStages = 6;
+  static constexpr int kMaxStages = kStreams ? 24 : 6;
   // Three barriers and two masks for each stage.
   static constexpr int kFixedBytes =
       kGroups * (kQueryBytes + kWeightBytes + int{sizeof(Rows)}) + 5 * 8 * kMaxStages +
@@ -131,11 +138,19 @@ struct SwapShape {
                   : 0);
   static constexpr int kBudget = 228 * 1024 / kThreadBlocks - 1024;
   // More on the way at a time than this make memory slower; of what threads copy it may be more.
-  static constexpr int kMostStageBytes = (kThreadBlocks > 1 ? kCopied ? 96 : 64 : 128) * 1024;
+  static constexpr int kMostStageBytes = (kStreams            ? 192
+                                          : kThreadBlocks > 1 ? kCopied ? 96 : 64
+                                                              : 128) *
+                                         1024;
   static constexpr int kStages = std::min({(kBudget - kFixedBytes) / kStageBytes,
                                            std::max(kMostStageBytes / kStageBytes, 2), kMaxStages});
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 2);
+
+  // Blocks of keys that have columns of a call's heads.
+  __device__ static int KeyBlocks(const Problem& p) {
+    return (p.k.head_size + kBlockDims - 1) / kBlockDims;
+  }
 };
 
 #if defined(FLASHXLA_HOPPER)
@@ -160,7 +175,8 @@ struct SwapShared {
     char* first = base + (weights(S::kGroups) - address);
     return reinterpret_cast<typename S::Rows*>(first)[group];
   }
-  // Which keys of a stage exist and are not left padding.
+  // Which keys of a stage exist and are not left padding. Of a step where a step has several
+  // stages: as many steps as there are stages are more than can be on the way.
   __device__ uint64_t& mask(int i) const {
     return reinterpret_cast<uint64_t*>(&rows(S::kGroups))[i];
   }

@@ -253,6 +253,11 @@ struct SwapTile {
     for (auto& tile : out) Pin(tile);
   }
 
+  // Takes such a step of large heads, block by block of columns: see swap_stream.cuh. mask_index:
+  // of the step's mask.
+  __device__ void Stream(const Problem& p, int mask_index, int first, bool is_first, int& stage,
+                         uint32_t& parity);
+
   // Ends the softmax: the rows' sums and largest scores are known to the warpgroup then.
   __device__ void End() {
 #pragma unroll
@@ -340,7 +345,7 @@ struct SwapTile {
       }
     }
     SyncGroup();
-    constexpr int kChunks = S::kDims / 8;
+    constexpr int kChunks = S::kValueDims / 8;
 #pragma unroll 1
     for (int i = thread(); i < num_rows * kChunks; i += kWarpgroupThreads) {
       const int row = i / kChunks, d = i % kChunks * 8;
@@ -419,12 +424,13 @@ struct SwapTile {
   // that do not exist are 0. With fp8 keys, bf16 queries become f16, each row divided by a power of
   // two that brings it near 1.
   __device__ void LoadQueries(const SwapProblem& w, const Cursor& at, int kv_head) const {
-    constexpr int kChunks = S::kDims / 8;  // of 8 dims
+    constexpr int kChunks = S::kQueryDims / 8;  // of 8 dims
     constexpr int kVectors = kRows * kChunks;
     constexpr int kEach = (kVectors + kWarpgroupThreads - 1) / kWarpgroupThreads;
     constexpr int kAtOnce = kEach < 4 ? kEach : 4;  // loads that overlap
     const Problem& p = w.p;
     const int num_rows = at.sequence.num_queries * p.group_size - first_row;
+    if constexpr (S::kStreams && S::kFp8) return LoadWidenedQueries(w, at, kv_head, num_rows);
     // Finds the row that vector i belongs to; false if the vector does not exist.
     auto offset_of = [&](int i, int64_t* offset) {
       const int row = i / kChunks, d = i % kChunks * 8;
@@ -454,15 +460,7 @@ struct SwapTile {
         const int i = first + n * kWarpgroupThreads;
         int64_t offset = 0;
         if (!offset_of(i, &offset)) continue;
-        if (w.q_vectors) {
-          const uint4 y =
-              *reinterpret_cast<const uint4*>(p.q.data + (offset + i % kChunks * 8) * 2);
-          x[n][0] = y.x, x[n][1] = y.y, x[n][2] = y.z, x[n][3] = y.w;
-        } else if (S::kCopied && p.q_pairs) {
-          LoadPairs(p, offset, i % kChunks * 8, x[n]);
-        } else {
-          LoadElements(p, offset, i % kChunks * 8, x[n]);
-        }
+        LoadEight(w, offset, i % kChunks * 8, x[n]);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
@@ -471,6 +469,23 @@ struct SwapTile {
       }
     }
   }
+
+  // Eight elements from dim d on of a row of queries.
+  __device__ static void LoadEight(const SwapProblem& w, int64_t offset, int d, uint32_t (&x)[4]) {
+    const Problem& p = w.p;
+    if (w.q_vectors) {
+      const uint4 y = *reinterpret_cast<const uint4*>(p.q.data + (offset + d) * 2);
+      x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+    } else if (S::kCopied && p.q_pairs) {
+      LoadPairs(p, offset, d, x);
+    } else {
+      LoadElements(p, offset, d, x);
+    }
+  }
+
+  // As LoadQueries, of heads that are too large for neighbouring lanes: a warp has a row.
+  __device__ void LoadWidenedQueries(const SwapProblem& w, const Cursor& at, int kv_head,
+                                     int num_rows) const;
 
   // Asks for the queries of the next sequence, which most likely follow.
   __device__ void PrefetchNextQueries(const Problem& p, const Sequence& s, int kv_head) const {
@@ -505,22 +520,33 @@ struct SwapTile {
   // of two that it was divided by.
   template <int kLanes>
   __device__ static float Rescale(uint32_t (&x)[4]) {
-    auto pair = [&](int n) {
-      return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x[n]));
-    };
-    float largest = 0.f;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      largest = fmaxf(largest, fmaxf(fabsf(pair(n).x), fabsf(pair(n).y)));
-    }
+    float largest = LargestOf(x);
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
     }
     const float power = PowerOfTwoBelow(largest);  // NaN and infinity stay what they are
-#pragma unroll
-    for (int n = 0; n < 4; ++n) x[n] = Pack<__half>(pair(n).x / power, pair(n).y / power);
+    DivideQueries(x, power);
     return power;
+  }
+  __device__ static float2 QueryPair(uint32_t x) {
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
+  }
+  // The largest of eight bf16 queries.
+  __device__ static float LargestOf(const uint32_t (&x)[4]) {
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      largest = fmaxf(largest, fmaxf(fabsf(QueryPair(x[n]).x), fabsf(QueryPair(x[n]).y)));
+    }
+    return largest;
+  }
+  // Divides them, which makes them f16.
+  __device__ static void DivideQueries(uint32_t (&x)[4], float power) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      x[n] = Pack<__half>(QueryPair(x[n]).x / power, QueryPair(x[n]).y / power);
+    }
   }
 
   // Eight 16-bit elements of a row that lies at a multiple of 4 bytes.

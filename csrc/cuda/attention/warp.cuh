@@ -28,6 +28,12 @@ __device__ inline float SumOfWarp(float x) {
   return x;
 }
 
+// The largest x of all lanes of a warp, which must call it.
+__device__ inline float MaxOfWarp(float x) {
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
 // The sum of x over the lanes up to this one. All lanes of a warp must call it.
 __device__ inline int InclusiveSum(int x) {
   const int lane = threadIdx.x & 31;
