@@ -124,37 +124,33 @@ __device__ void SwapTile<S, kRows>::Stream(const Problem& p, int mask_index, int
   }
 }
 
+// Row by row: code for all rows at once would take longer to arrive than it saves.
 template <typename S, int kRows>
 __device__ void SwapTile<S, kRows>::LoadWidenedQueries(const SwapProblem& w, const Cursor& at,
                                                        int kv_head, int num_rows) const {
   constexpr int kChunks = S::kQueryDims / 8, kEach = (kChunks + 31) / 32;
-  constexpr int kRowsEach = kRows / kSwapGroupWarps;
   const Problem& p = w.p;
   const uint32_t queries = shared.queries(group);
-  uint32_t x[kRowsEach][kEach][4] = {};
+#pragma unroll 1
+  for (int row = warp; row < kRows; row += kSwapGroupWarps) {
+    uint32_t x[kEach][4] = {};
+    if (row < num_rows) {
+      const RowPlace place = PlaceOf(p, at, kv_head, row);
+      const int64_t offset = place.token * p.q.stride_token + place.head * p.q.stride_head;
 #pragma unroll
-  for (int i = 0; i < kRowsEach; ++i) {  // all are on their way before one is used
-    const int row = i * kSwapGroupWarps + warp;
-    if (row >= num_rows) continue;
-    const RowPlace place = PlaceOf(p, at, kv_head, row);
-    const int64_t offset = place.token * p.q.stride_token + place.head * p.q.stride_head;
-#pragma unroll
-    for (int n = 0; n < kEach; ++n) {
-      const int d = (n * 32 + lane) * 8;
-      if (d < p.k.head_size) LoadEight(w, offset, d, x[i][n]);
+      for (int n = 0; n < kEach; ++n) {
+        const int d = (n * 32 + lane) * 8;
+        if (d < p.k.head_size) LoadEight(w, offset, d, x[n]);
+      }
     }
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsEach; ++i) {
-    const int row = i * kSwapGroupWarps + warp;
     float power = 1.f;
     if constexpr (!std::is_same_v<T, typename S::Out>) {
       float largest = 0.f;
 #pragma unroll
-      for (int n = 0; n < kEach; ++n) largest = fmaxf(largest, LargestOf(x[i][n]));
+      for (int n = 0; n < kEach; ++n) largest = fmaxf(largest, LargestOf(x[n]));
       power = PowerOfTwoBelow(MaxOfWarp(largest));  // NaN and infinity stay what they are
 #pragma unroll
-      for (int n = 0; n < kEach; ++n) DivideQueries(x[i][n], power);
+      for (int n = 0; n < kEach; ++n) DivideQueries(x[n], power);
     }
     if (lane == 0) rows.power[row] = power;
 #pragma unroll
@@ -162,9 +158,9 @@ __device__ void SwapTile<S, kRows>::LoadWidenedQueries(const SwapProblem& w, con
       const int d = (n * 32 + lane) * 8;
       if (d >= S::kQueryDims) break;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        StoreShared4(queries + d / 64 * kRows * S::kRowBytes + SwapQueryOffset(row, d + 2 * j),
-                     x[i][n][j]);
+      for (int i = 0; i < 4; ++i) {
+        StoreShared4(queries + d / 64 * kRows * S::kRowBytes + SwapQueryOffset(row, d + 2 * i),
+                     x[n][i]);
       }
     }
   }
