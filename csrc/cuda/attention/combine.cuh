@@ -51,11 +51,7 @@ struct CombinedRow {
   // Adds the sums of 32 parts, one of each lane; part_max is -inf where there is none. Returns what
   // the values of the lane's part are multiplied by.
   __device__ float AddSums(float part_max, float part_sum) {
-    float new_max = part_max;
-    for (int step = 16; step > 0; step /= 2) {
-      new_max = fmaxf(new_max, __shfl_xor_sync(kAllLanes, new_max, step));
-    }
-    new_max = fmaxf(new_max, row_max);
+    const float new_max = fmaxf(MaxOfWarp(part_max), row_max);
     const float shift = SoftmaxBase(new_max);
     const float old_factor = exp2f(row_max - shift), factor = exp2f(part_max - shift);
     row_max = new_max;

@@ -85,16 +85,24 @@ const char* WhyNotUsual(const Problem& p) {
   return WhyMixedDtypes(p);
 }
 
-const char* WhyNot16Bit(const Problem& p) {
-  if (const char* why = WhyNotUsual(p); why[0] != '\0') return why;
+const char* WhyNot16BitDtypes(const Problem& p) {
+  if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
   return p.q_dtype == FLASHXLA_F32 ? "queries are float32" : "";
+}
+
+const char* WhyNot16Bit(const Problem& p) {
+  return HasLargeHeads(p) ? WhyNotUsual(p) : WhyNot16BitDtypes(p);
+}
+
+int64_t MostRows(const Problem& p) {
+  return std::min<int64_t>(p.max_queries, p.num_tokens) * p.group_size;
 }
 
 Choice ChooseEngines(const Facts& facts) {
   Choice choice = {};
   const Problem& p = facts.problem;
   choice.one_kernel = p.batch_invariant;
-  const int64_t longest = std::min<int64_t>(p.max_queries, p.num_tokens) * p.group_size;
+  const int64_t longest = MostRows(p);
   const bool countable = AreFewStepsCountable(facts, true);
   const bool few_rows = longest <= MaxFewRows(p.group_size) && countable;
   for (const Engine* engine : kEngines) {

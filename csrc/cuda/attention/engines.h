@@ -37,11 +37,16 @@ extern const Engine kSwapEngine, kSplitEngine, kSimtSplitEngine, kWideEngine, kT
 
 // Why only the general engine can serve a call's dtypes; "" if others can.
 const char* WhyMixedDtypes(const Problem& problem);
+// The same of the engines of 16-bit products, whatever the head sizes.
+const char* WhyNot16BitDtypes(const Problem& problem);
 // Why the engines of heads up to kMaxUsualHeadSize cannot serve a call; "" if they can.
 const char* WhyNotUsual(const Problem& problem);
 // Why the engines of 16-bit products cannot serve a call; "" if they can. These are exact enough
 // for queries of at most 16 bits.
 const char* WhyNot16Bit(const Problem& problem);
+
+// The most rows per KV head that a sequence has, if the caller is right.
+int64_t MostRows(const Problem& problem);
 
 // Whether the steps of the few-queries role, the kv tiles of all q tiles, can be counted and shared
 // out in 32 bits.

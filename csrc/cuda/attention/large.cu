@@ -66,9 +66,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 
 const char* WhyNotLarge(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
+  if (const char* why = WhyNot16BitDtypes(p); why[0] != '\0') return why;
   if (p.LargerHeadSize() <= 128) return "head sizes are at most 128";
-  if (p.q_dtype == FLASHXLA_F32) return "queries are float32";
   if (!p.kv_vectors() || !AreVectors(p.q, p.q_dtype)) {
     return "strides, addresses or head sizes are not multiples of 16 bytes";
   }

@@ -16,7 +16,7 @@ namespace {
 // longer than all of large_split's.
 const char* WhyNotSwapLarge(const Facts& facts) {
   const Problem& p = facts.problem;
-  if (std::min<int64_t>(p.max_queries, p.num_tokens) * p.group_size > kSplitQTileRows) {
+  if (MostRows(p) > kSplitQTileRows) {
     return "head sizes are above 256, and a KV head may have more than 16 rows";
   }
   constexpr int64_t kMostParts = 96;
@@ -32,8 +32,7 @@ const char* WhyNotSwapLarge(const Facts& facts) {
 const char* WhyNotSwap(const Facts& facts) {
   const Problem& p = facts.problem;
   const bool large = HasLargeHeads(p);
-  if (const char* why = WhyMixedDtypes(p); why[0] != '\0') return why;
-  if (p.q_dtype == FLASHXLA_F32) return "queries are float32";
+  if (const char* why = WhyNot16BitDtypes(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (large) {
     if (const char* why = WhyNotSwapLarge(facts); why[0] != '\0') return why;

@@ -138,10 +138,8 @@ struct SwapShape {
                   : 0);
   static constexpr int kBudget = 228 * 1024 / kThreadBlocks - 1024;
   // More on the way at a time than this make memory slower; of what threads copy it may be more.
-  static constexpr int kMostStageBytes = (kStreams            ? 192
-                                          : kThreadBlocks > 1 ? kCopied ? 96 : 64
-                                                              : 128) *
-                                         1024;
+  static constexpr int kMostStageBytes =
+      kStreams ? kMaxStages * kStageBytes : (kThreadBlocks > 1 ? kCopied ? 96 : 64 : 128) * 1024;
   static constexpr int kStages = std::min({(kBudget - kFixedBytes) / kStageBytes,
                                            std::max(kMostStageBytes / kStageBytes, 2), kMaxStages});
   static constexpr int kBytes = kFixedBytes + kStages * kStageBytes;

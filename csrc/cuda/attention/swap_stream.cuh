@@ -126,8 +126,8 @@ __device__ void SwapTile<S, kRows>::Stream(const Problem& p, int mask_index, int
 
 // Row by row: code for all rows at once would take longer to arrive than it saves.
 template <typename S, int kRows>
-__device__ void SwapTile<S, kRows>::LoadWidenedQueries(const SwapProblem& w, const Cursor& at,
-                                                       int kv_head, int num_rows) const {
+__device__ void SwapTile<S, kRows>::LoadQueryRows(const SwapProblem& w, const Cursor& at,
+                                                  int kv_head, int num_rows) const {
   constexpr int kChunks = S::kQueryDims / 8, kEach = (kChunks + 31) / 32;
   const Problem& p = w.p;
   const uint32_t queries = shared.queries(group);

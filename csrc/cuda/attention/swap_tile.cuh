@@ -430,7 +430,7 @@ struct SwapTile {
     constexpr int kAtOnce = kEach < 4 ? kEach : 4;  // loads that overlap
     const Problem& p = w.p;
     const int num_rows = at.sequence.num_queries * p.group_size - first_row;
-    if constexpr (S::kStreams && S::kFp8) return LoadWidenedQueries(w, at, kv_head, num_rows);
+    if constexpr (S::kStreams && S::kFp8) return LoadQueryRows(w, at, kv_head, num_rows);
     // Finds the row that vector i belongs to; false if the vector does not exist.
     auto offset_of = [&](int i, int64_t* offset) {
       const int row = i / kChunks, d = i % kChunks * 8;
@@ -484,8 +484,8 @@ struct SwapTile {
   }
 
   // As LoadQueries, of heads that are too large for neighbouring lanes: a warp has a row.
-  __device__ void LoadWidenedQueries(const SwapProblem& w, const Cursor& at, int kv_head,
-                                     int num_rows) const;
+  __device__ void LoadQueryRows(const SwapProblem& w, const Cursor& at, int kv_head,
+                                int num_rows) const;
 
   // Asks for the queries of the next sequence, which most likely follow.
   __device__ void PrefetchNextQueries(const Problem& p, const Sequence& s, int kv_head) const {
