@@ -62,6 +62,7 @@ _INVARIANT: Changes = {"batch_invariant": {"batch_invariant": True}}
 _OTHERS: Changes = {"float16": {"dtype": "float16"}, **_INVARIANT}
 
 _LONG = Shape("1 x 8192", prompts(8192))
+_SHORT = Shape("16 x 512", prompts(*[512] * 16))
 _CHUNK = Shape("64 new of 16k", ((64, 16384),))
 PREFILL = (
     _LONG,
@@ -77,7 +78,7 @@ PREFILL_MORE = (
     Shape("1 x 1024", prompts(1024)),
     Shape("1 x 2048", prompts(2048)),
     Shape("1 x 4096", prompts(4096)),
-    Shape("16 x 512", prompts(*[512] * 16)),
+    _SHORT,
     Shape("64 x 128", prompts(*[128] * 64)),
     Shape("64 x 160", prompts(*[160] * 64)),
     Shape("128 x 64", prompts(*[64] * 128)),
@@ -87,6 +88,7 @@ PREFILL_MORE = (
     Shape("32 new of 16k", ((32, 16384),)),
     _CHUNK,
     Shape("128 new of 16k", ((128, 16384),)),
+    *changed(_SHORT, {"head size 512": APART["head size 512"]}),
     *changed(_CHUNK, {**_INVARIANT, **ODD_HEADS, **ODD_FP8_HEADS, "pages of 1": {"page": 1}}),
     *changed(_LONG, {**HEAD_SIZES, **HEADS, **_MASKS, **_CACHES, **_OTHERS}),
     *changed(
@@ -106,6 +108,7 @@ PREFILL_MORE = (
             "fp8 cache, head sizes 576 and 512": {**FP8_CACHE, **APART["head sizes 576 and 512"]},
             "batch_invariant, head size 256": {"batch_invariant": True, "dim": 256, "heads": (16, 4)},
             **APART,
+            "pages of 1, head size 512": {"page": 1, **APART["head size 512"]},
         },
     ),
     *PREFILL_FLOAT32,

@@ -476,6 +476,27 @@ def large_few_call(rng: Rng) -> Call:
     return call
 
 
+def large_pair_call(rng: Rng) -> Call:
+    """large and large_split in pairs of thread blocks: many rows, and keys that TMA can load."""
+    dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (264, 72), (8, 384))
+    q_dtype = pick(rng, BF16, F16)
+    len_q = rng.permutation([*rng.integers(0, 3, 3), rng.integers(9, 40)])
+    sizes = Sizes(
+        q_dtype=q_dtype,
+        element=q_dtype,
+        kv_heads=int(rng.integers(1, 3)),
+        group=int(pick(rng, 9, 66, 128, 130)),
+        dim=dim,
+        len_q=len_q,
+        len_k=lengths(rng, len_q, 500),
+        page=int(pick(rng, 8, 16, 24, 64, 128)),
+        v_dim=v_dim,
+    )
+    call = bounded(rng, driver.attention_call(rng, sizes), always=True)
+    call.scalars.update({"batch_invariant": 0})
+    return call
+
+
 def apart_call(rng: Rng) -> Call:
     """Any head sizes of keys and values, which differ, or large ones; few queries or many."""
     dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
@@ -599,6 +620,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     wide_gradients_call,
     large_call,
     large_few_call,
+    large_pair_call,
     driver.attention_call,
     tile_gradients_call,
     tile32_gradients_call,
@@ -612,7 +634,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     odd_call,
 )
 # The others' turns come seldom: these calls are large. They take the turn of another call each time.
-BIG_KV_CACHE_EVERY, MANY_EVERY = 27, 35
+BIG_KV_CACHE_EVERY, MANY_EVERY = 29, 35
 assert math.gcd(BIG_KV_CACHE_EVERY, len(CALLS)) == 1
 # What the library says of an engine's instances that have calls of their own here.
 SPECIAL = {
@@ -622,6 +644,7 @@ SPECIAL = {
     "fixed parts": "wide of fixed parts",
     "all query heads": "wide of several heads",
     "not of whole 16 bytes": "wide of odd heads",
+    "two thread blocks": "large in pairs",
     "aligned copies": "aligned copies",
 }
 UPDATED = ("key_cache", "value_cache", "k", "v")

@@ -1,4 +1,4 @@
-"""Few queries with head sizes above 256. On Hopper `swap` serves up to 16 rows of a KV head, `large_split` more.
+"""Head sizes above 256. On Hopper `swap` serves up to 16 rows of a KV head, `large_split` and `large` more.
 
 A row is a query token of a query head. On a CPU the same cases meet the kernels there.
 """
@@ -13,7 +13,7 @@ import pytest
 
 from tests.batches import Case
 from tests.frontends import Frontend
-from tests.ops.engines import call_with_bound, check_twice, serves_few
+from tests.ops.engines import call_with_bound, check_twice, serves_few, serves_many
 
 pytestmark = pytest.mark.gpu_engine
 
@@ -26,7 +26,10 @@ ROWS = {
         DECODE, lens=((3, 700), (1, 65), (2, 2), (0, 9), (3, 1100)), heads=(5, 1)
     ),
     "17": dataclasses.replace(DECODE, heads=(17, 1)),
+    "63 of 3 queries": dataclasses.replace(DECODE, lens=((3, 700), (1, 65), (2, 2), (0, 9)), heads=(21, 1)),
+    "65": dataclasses.replace(DECODE, heads=(65, 1)),
     "128": dataclasses.replace(DECODE, heads=(128, 1)),
+    "150": dataclasses.replace(DECODE, heads=(150, 1)),
 }
 MOST_OF_SWAP = 16
 # Head sizes of keys and values.
@@ -38,6 +41,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"page": 7, "layout": "HND", "alibi": "SH"},
     {"page": 64, "layout": "HND", "softcap": 5.0, "sinks": "f32"},
     {"page": 24, "window": (90, 0), "pad_tokens": 3, "pad_seqs": 2, "lse": False},
+    {"page": 128, "leftpad": True},
+    {"page": 8, "dtype": "f16", "scale": -0.05, "descale": "SH"},
     {"cache": "e4m3"},
     {"cache": "e5m2", "dtype": "f16", "page": 48, "window": (300, 0), "descale": "SH"},
     {"cache": "e4m3", "dtype": "e4m3", "page": 3, "descale": "1", "scale": -0.05},
@@ -55,12 +60,20 @@ def engine_of(case: Case) -> str:
     return "general" if case.dim % unit or case.v_dim % unit else "large_split"
 
 
+def check_pairs(served: str, case: Case, rows: int) -> None:
+    """On Hopper pairs of thread blocks serve more than 64 rows whose keys TMA can load."""
+    loads = case.cache == "same" and (case.page is None or case.page % 8 == 0)
+    assert ("two thread blocks" in served) == (loads and rows > 64), served
+
+
 def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
     function, arguments = call_with_bound(rng, case)
     if frontend.name == "torch" and (served := serves_few(frontend, function, arguments)) is not None:
         engine = engine_of(case)
         assert served.startswith(engine + ":"), served
         assert ("threads copy the keys" in served) == (engine == "swap"), served
+        if engine == "large_split":
+            check_pairs(served, case, case.heads[0] // case.heads[1])
     check_twice(frontend, function, arguments)
 
 
@@ -106,4 +119,32 @@ def test_many_parts(frontend: Frontend, rng: np.random.Generator, case: Case, en
     function, arguments = call_with_bound(rng, dataclasses.replace(case, dim=576, v_dim=512))
     if (served := serves_few(frontend, function, arguments)) is not None:
         assert served.startswith(engine + ":"), served
+    check_twice(frontend, function, arguments)
+
+
+MANY = Case(((130, 130), (70, 333), (300, 300), (9, 64), (65, 1200), (80, 0)), dtype="bf16", page=16)
+# By the query heads of a KV head, so that q tiles end in the middle of a token, and of a pair's rows. Of 20 and of 130
+# heads there are more q tiles than pairs of thread blocks.
+GROUPS = {
+    "2": dataclasses.replace(MANY, heads=(4, 2)),
+    "3": dataclasses.replace(MANY, heads=(3, 1)),
+    "20": dataclasses.replace(MANY, heads=(20, 1)),
+    "130": dataclasses.replace(MANY, lens=((30, 64), (35, 333), (5, 5), (12, 200), (3, 0)), heads=(130, 1)),
+}
+
+
+@pytest.mark.frontends("torch", "jax_jit")
+@pytest.mark.parametrize("setting", [*SETTINGS, {"causal": False, "page": 32, "window": (70, 40)}], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+def test_many_rows(
+    frontend: Frontend, rng: np.random.Generator, group: str, sizes: tuple[int, int], setting: dict[str, Any]
+) -> None:
+    case = dataclasses.replace(GROUPS[group], dim=sizes[0], v_dim=sizes[1], **setting)
+    function, arguments = call_with_bound(rng, case)
+    if frontend.name == "torch" and (served := serves_many(frontend, function, arguments)) is not None:
+        unit = 8 if case.cache == "same" else 16
+        engine = "general" if any(size % unit for size in sizes) else "large"
+        assert served.startswith(engine + ":"), served
+        check_pairs(served, case, 128)
     check_twice(frontend, function, arguments)

@@ -42,6 +42,7 @@ PlanProblem PlanOf(const flashxla_attention_args& args, const Problem& p, const 
   plan.want_slots = args.key.data != nullptr && args.slot_mapping.data == nullptr;
   plan.few = choice.few;
   plan.many = choice.many;
+  plan.rest_q_tile_rows = choice.rest_q_tile_rows;
   return plan;
 }
 

@@ -44,23 +44,32 @@ const char* Description(const Engine& engine, const char* more) {
   return own;
 }
 
+constexpr const char* kInPairs = "TMA, two thread blocks share what they load";
+constexpr const char* kManyParts = "several warps add up a row";
+
 const char* FewDescription(const Choice& choice) {
-  return Description(choice.Of(kFew),
-                     choice.few.heads_together > 1 ? "two KV heads in a thread block"
-                     : choice.few.copies           ? "threads copy the keys"
-                     : choice.few.many_short       ? "three thread blocks on a multiprocessor"
-                     : choice.few.many_parts       ? "several warps add up a row"
-                                                   : nullptr);
+  const Engine& engine = choice.Of(kFew);
+  if (&engine == &kLargeSplitEngine && choice.few.q_tile_rows == kPairedQTileRows) {
+    static thread_local char both[96];  // valid until this thread's next call
+    std::snprintf(both, sizeof(both), "%s, %s", kInPairs, kManyParts);
+    return Description(engine, choice.few.many_parts ? both : kInPairs);
+  }
+  return Description(engine, choice.few.heads_together > 1 ? "two KV heads in a thread block"
+                             : choice.few.copies           ? "threads copy the keys"
+                             : choice.few.many_short ? "three thread blocks on a multiprocessor"
+                             : choice.few.many_parts ? kManyParts
+                                                     : nullptr);
 }
 
 const char* ManyDescription(const Choice& choice) {
+  const Engine& engine = choice.Of(kMany);
+  if (choice.rest_q_tile_rows == kPairedQTileRows) return Description(engine, kInPairs);
   const ManyShape& many = choice.many;
-  return Description(choice.Of(kMany), many.fixed_parts > 0
-                                           ? "thread blocks may share fixed parts of the keys"
-                                       : many.odd_heads ? "heads not of whole 16 bytes"
-                                       : many.packs_whole() && !choice.one_kernel
-                                           ? "q tiles of all query heads of a KV head"
-                                           : nullptr);
+  return Description(
+      engine, many.fixed_parts > 0 ? "thread blocks may share fixed parts of the keys"
+              : many.odd_heads     ? "heads not of whole 16 bytes"
+              : many.packs_whole() && !choice.one_kernel ? "q tiles of all query heads of a KV head"
+                                                         : nullptr);
 }
 
 }  // namespace
@@ -123,13 +132,15 @@ Choice ChooseEngines(const Facts& facts) {
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }
+  choice.rest_q_tile_rows =
+      choice.engines[kRest] == &kLargeEngine ? LargeQTileRows(p) : kRestQTileRows;
   if (choice.engines[kFew] != nullptr) {
     const bool swap = choice.engines[kFew] == &kSwapEngine;
     choice.all_few = few_rows;
     choice.few_chunks = swap && countable && !choice.all_few;
     const bool large = choice.engines[kFew] == &kLargeSplitEngine;
     choice.few = swap ? SwapWork(facts, choice.all_few ? longest : -1)
-                      : SplitWork(p, large ? kRestQTileRows : kSplitQTileRows);
+                      : SplitWork(p, large ? LargeSplitQTileRows(p) : kSplitQTileRows);
     if (choice.few.copies && !HasLargeHeads(p)) {
       choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why they have to
     }

@@ -54,6 +54,9 @@ int64_t MostRows(const Problem& problem);
 // promised; otherwise for those of at most MaxFewRows rows.
 bool AreFewStepsCountable(const Facts& facts, bool any_length);
 
+// The rows of the q tiles of large and of large_split.
+int LargeQTileRows(const Problem& problem);
+int LargeSplitQTileRows(const Problem& problem);
 // How the engine wide divides its work.
 ManyShape WideWork(const Problem& problem);
 // Whether wide's thread blocks have room for a plan that they make themselves.
@@ -79,6 +82,7 @@ struct Choice {
   bool few_chunks, few_takes_rest;   // as in RoleRules
   FewShape few;
   ManyShape many;
+  int rest_q_tile_rows;
 
   const Engine& Of(Role role) const {
     if (role == kRest && few_takes_rest) return *engines[kFew];

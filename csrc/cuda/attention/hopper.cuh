@@ -18,6 +18,13 @@ namespace flashxla::attention {
 
 constexpr int kWarpgroupThreads = 128;
 
+// Attribute of a kernel: so many neighbouring thread blocks, by x, are a cluster.
+#if defined(FLASHXLA_HOPPER)
+#define FLASHXLA_CLUSTER(size) __cluster_dims__(size, 1, 1)
+#else
+#define FLASHXLA_CLUSTER(size)
+#endif
+
 #if defined(FLASHXLA_HOPPER)
 
 // Barriers in shared memory (mbarrier).
@@ -57,6 +64,16 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
       "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+// Whether a barrier's phase is complete.
+__device__ inline bool TestBarrier(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 // Makes ordinary stores to shared memory visible to TMA and the matrix instructions.
 __device__ inline void FenceProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -98,6 +115,37 @@ __device__ inline void LoadBox4(uint32_t to, const CUtensorMap* map, uint32_t ba
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
       "%4, %5, %6}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// Clusters: thread blocks that run at the same time and reach each other's shared memory.
+
+// The place of this thread block in its cluster.
+__device__ inline int ClusterRank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Waits for all threads of the cluster. What they did before is seen after it.
+__device__ inline void SyncCluster() {
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+// As Release, at the same barrier of another thread block of the cluster.
+__device__ inline void ReleaseOf(uint32_t barrier, int rank) {
+  asm volatile(
+      "{.reg .b32 other; mapa.shared::cluster.u32 other, %0, %1; "
+      "mbarrier.arrive.shared::cluster.b64 _, [other];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// Loads a box to the same place of all thread blocks of `ranks`, a bit each, and tells the barriers
+// of each.
+__device__ inline void LoadBox4Of(uint16_t ranks, uint32_t to, const CUtensorMap* map,
+                                  uint32_t barrier, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(ranks)
       : "memory");
 }
 

@@ -3,6 +3,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/large_pair.h"
 #include "cuda/attention/large_tile.cuh"
 #include "cuda/attention/tensor_map.h"
 
@@ -20,13 +21,8 @@ __global__ void __launch_bounds__(kLargeThreads, BlocksEach(kDims))
   LargeTile<T, kDims, kKeys, kFp8> rows(p, memory);
   TriggerNext();
   WaitForPrevious();
-  const int num_items = RestTile::Count(p);
-  for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-    const RestTile tile(p, item);
-    // Where a kv tile begins must not depend on the q tile: see batch_invariant.
-    rows.Attend(tile, tile.seen.begin / kKeys * kKeys, tile.seen.end);
-    rows.Store(tile);
-  }
+  ForEachRestSegment<kKeys>(p, kRestQTileRows, blockIdx.x, gridDim.x,
+                            [&](const LargeSegment& segment) { rows.Compute(segment); });
 }
 
 template <typename T, int kKeys, bool kFp8>
@@ -35,33 +31,12 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   static_assert(kFewKvTileKeys % kKeys == 0);
   extern __shared__ __align__(1024) char memory[];
   LargeTile<T, kMostDims, kKeys, kFp8> rows(p, memory);
-  const int kv_head = blockIdx.x;
   TriggerNext();
   WaitForPrevious();
-  const FewBlock block = p.plan.few_blocks[blockIdx.y];
-  SplitTile begun = {};
-  if (block.begin < block.end) {
-    Cursor at(p, p.plan.sequences, block);
-    while (true) {  // q tiles
-      const int segment = at.step, segment_end = min(at.tile_end, block.end);
-      const QTile tile = {at.index, kv_head, at.sequence, at.first_row};
-      const int first_key = at.first_key();
-      rows.Attend(tile, first_key, first_key + (segment_end - segment) * kFewKvTileKeys);
-      if (segment == at.tile_start && segment_end == at.tile_end) {
-        rows.Store(tile);
-      } else {
-        rows.StorePartial(tile, workspace.shape,
-                          workspace.partial(kv_head, blockIdx.y, segment != block.begin));
-      }
-      if (segment_end == block.end) {
-        begun = at.Begun(blockIdx.y, segment, block.begin);
-        break;
-      }
-      at.step = segment_end - 1;
-      at.Next(p);
-    }
-  }
-  if (threadIdx.x == 0) workspace.tile(kv_head, blockIdx.y) = begun;
+  const SplitTile begun = ForEachSplitSegment(
+      p, workspace, blockIdx.x, blockIdx.y,
+      [&](const LargeSegment& segment) { rows.Compute(segment, &workspace.shape); });
+  if (threadIdx.x == 0) workspace.tile(blockIdx.x, blockIdx.y) = begun;
 }
 
 const char* WhyNotLarge(const Facts& facts) {
@@ -100,6 +75,7 @@ void WithTile(const Problem& p, Body&& body) {
 }
 
 flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
+  if (SuitsPairs(p)) return LaunchLargePairs(p, stream);
   WithTile<HeadSizes<kMaxUsualHeadSize, kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
     constexpr int kDims = decltype(dims)::value, kKeys = decltype(keys)::value;
     auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys, decltype(fp8)::value>;
@@ -110,6 +86,7 @@ flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
 }
 
 flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t stream) {
+  if (p.few.q_tile_rows == kPairedQTileRows) return LaunchLargeSplitPairs(p, workspace, stream);
   WithTile<HeadSizes<kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
     constexpr int kKeys = decltype(keys)::value;
     auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys, decltype(fp8)::value>;
@@ -121,6 +98,13 @@ flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t
 }
 
 }  // namespace
+
+int LargeQTileRows(const Problem& p) { return SuitsPairs(p) ? kPairedQTileRows : kRestQTileRows; }
+
+int LargeSplitQTileRows(const Problem& p) {
+  const bool many = MaxFewRows(p.group_size) > kRestQTileRows;
+  return many && SuitsPairs(p) ? kPairedQTileRows : kRestQTileRows;
+}
 
 const Engine kLargeEngine = {
     "large", "tensor cores, head sizes above 128", kRest, WhyNotLarge, nullptr, LaunchLarge};

@@ -13,9 +13,8 @@
 #include "common/attention_arguments.h"
 #include "cuda/attention/dtypes.cuh"
 #include "cuda/attention/key_loader.cuh"
+#include "cuda/attention/large_segments.cuh"
 #include "cuda/attention/matrix_product.cuh"
-#include "cuda/attention/rest_tile.cuh"
-#include "cuda/attention/split.cuh"
 #include "cuda/attention/warp_rows.cuh"
 
 namespace flashxla::attention {
@@ -51,8 +50,16 @@ class LargeTile {
   __device__ LargeTile(const Problem& problem, char* memory)
       : p(problem), shared(*reinterpret_cast<Shared*>(memory)) {}
 
+  // All threads of the block must call this. partials: their shape, where the result may be one.
+  __device__ void Compute(const LargeSegment& segment, const PartialShape* partials = nullptr) {
+    Attend(segment.tile, segment.begin, segment.end);
+    segment.partial == nullptr ? Store(segment.tile)
+                               : StorePartial(segment.tile, *partials, segment.partial);
+  }
+
+ private:
   // Computes a q tile's rows with those keys of [begin, end) that they see. `begin` is a multiple
-  // of kKeys. All threads of the block must call this, and one of the functions below after it.
+  // of kKeys.
   __device__ void Attend(const QTile& tile, int begin, int end) {
     __syncthreads();  // the tile before is done
     LoadQueries(tile);
@@ -148,7 +155,6 @@ class LargeTile {
     }
   }
 
- private:
   // Warps that share 8 rows of keys and values: they load a block of columns each, in turns.
   static constexpr int kSharing = kLargeWarps * 8 / kKeys;
   static constexpr int kTiles = kKeys / 16;  // of 8 keys, of a half

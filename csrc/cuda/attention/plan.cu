@@ -295,8 +295,9 @@ __device__ int CountRest(const PlanProblem& p, Scan& scan, const SequenceTable& 
     PlannedSequence s = {};
     if (i < index.num_sequences) s = sequences.Get(i);
     const int64_t rows = int64_t{s.num_queries} * p.group_size;
-    const int tiles =
-        s.role == kRest ? static_cast<int>((rows + kRestQTileRows - 1) / kRestQTileRows) : 0;
+    const int tiles = s.role == kRest
+                          ? static_cast<int>((rows + p.rest_q_tile_rows - 1) / p.rest_q_tile_rows)
+                          : 0;
     const int before = scan.Exclusive(tiles, &total);
     if (i < index.num_sequences) rest_starts[i] = num_rest + before;
     num_rest += total;

@@ -24,15 +24,16 @@ struct RestTile : QTile {
 
   static __device__ int Count(const Problem& p) { return p.plan.totals[kRest] * p.num_kv_heads; }
 
-  // Item `item` of Count(p). All lanes of a warp must call it.
-  __device__ RestTile(const Problem& p, int item) {
+  // Item `item` of Count(p). rows: of a q tile, as the plan has them. All lanes of a warp must call
+  // it.
+  __device__ RestTile(const Problem& p, int item, int rows = kRestQTileRows) {
     // Backwards: the last q tiles of a sequence see the most keys and should start first.
     const int tile = p.plan.totals[kRest] - 1 - item / p.num_kv_heads;
     kv_head = item % p.num_kv_heads;
     index = FindStart(p.plan.rest_starts, p.plan.num_sequences, tile);
     s = p.plan.sequences[index];
-    first_row = (tile - p.plan.rest_starts[index]) * kRestQTileRows;
-    const int last_row = min(first_row + kRestQTileRows, NumRows(p)) - 1;
+    first_row = (tile - p.plan.rest_starts[index]) * rows;
+    const int last_row = min(first_row + rows, NumRows(p)) - 1;
     seen = p.Visible(s, first_row / p.group_size, last_row / p.group_size);
   }
 };

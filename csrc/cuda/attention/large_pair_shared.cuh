@@ -1,0 +1,74 @@
+// Shared memory of the kernels of large_pair.cu.
+//
+// Keys and values come in units of two blocks, each 64 rows of 64 columns. Of keys, the blocks are
+// the two halves of a kv tile; of values, they are of one of these halves, the second has the
+// columns of the second warpgroup. In a block the 16-byte chunk c of row r is at place c ^ r % 8.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_SHARED_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_SHARED_CUH_
+
+#include "common/attention_arguments.h"
+#include "cuda/attention/hopper.cuh"
+#include "cuda/attention/large_segments.cuh"
+#include "cuda/attention/mma.cuh"
+
+namespace flashxla::attention {
+
+// Rows of a thread block; keys of a kv tile and of half of it.
+constexpr int kPairRows = kRestQTileRows, kPairHalfKeys = 64, kPairKeys = 2 * kPairHalfKeys;
+constexpr int kPairBlockColumns = 64, kPairRowBytes = 128, kPairBlockBytes = 64 * kPairRowBytes;
+constexpr int kPairConsumers = 2 * kWarpgroupThreads;
+constexpr int kPairLoaders = kWarpgroupThreads / 32;  // warps
+constexpr int kPairThreads = kPairConsumers + kWarpgroupThreads;
+
+struct PairProblem {
+  CUtensorMap k, v;
+  Problem p;
+  int box_keys;  // keys per TMA box, which lies in one page
+};
+
+// Blocks of columns of a head.
+__host__ __device__ constexpr int PairBlocks(int head_size) {
+  return (head_size + kPairBlockColumns - 1) / kPairBlockColumns;
+}
+
+struct alignas(1024) PairShared {
+  static constexpr int kUnits = 8;
+  static constexpr int kMasks = 4;  // kv tiles: more than have units on the way
+
+  char queries[PairBlocks(kMaxHeadSize)][kPairBlockBytes];
+  char units[kUnits][2][kPairBlockBytes];
+  uint4 weights[2][kPairHalfKeys / 16][kWarpgroupThreads];  // of each half
+  float row_max[2][kPairRows], row_sum[2][kPairRows];       // of each half
+  // Which keys of a half exist; and which do not, though their boxes are there.
+  uint64_t exist[kMasks][2], stale[kMasks][2];
+  uint64_t full[kUnits], empty[kUnits];
+
+#if defined(FLASHXLA_HOPPER)
+  __device__ void InitBarriers() {
+    for (int i = 0; i < kUnits; ++i) {
+      InitBarrier(SharedAddress(&full[i]), 1);
+      // Also of the other thread block's warps: what this one loads goes to both.
+      InitBarrier(SharedAddress(&empty[i]), kPairConsumers + kPairConsumers / 32);
+    }
+    FenceProxy();
+  }
+#endif
+};
+static_assert(sizeof(PairShared) <= 227 * 1024);
+
+#if defined(FLASHXLA_HOPPER)
+
+// Where a warp is in the units, and the parity of the barriers in this round.
+struct PairState {
+  int unit = 0;
+  uint32_t parity = 0;
+  __device__ void Next() {
+    if (++unit == PairShared::kUnits) unit = 0, parity ^= 1;
+  }
+};
+
+#endif  // FLASHXLA_HOPPER
+
+}  // namespace flashxla::attention
+
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_SHARED_CUH_
