@@ -476,7 +476,7 @@ def large_few_call(rng: Rng) -> Call:
     return call
 
 
-def large_pair_call(rng: Rng) -> Call:
+def large_cluster_call(rng: Rng) -> Call:
     """large and large_split in pairs of thread blocks: many rows, and keys that TMA can load."""
     dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (264, 72), (8, 384))
     q_dtype = pick(rng, BF16, F16)
@@ -620,7 +620,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     wide_gradients_call,
     large_call,
     large_few_call,
-    large_pair_call,
+    large_cluster_call,
     driver.attention_call,
     tile_gradients_call,
     tile32_gradients_call,
@@ -644,7 +644,7 @@ SPECIAL = {
     "fixed parts": "wide of fixed parts",
     "all query heads": "wide of several heads",
     "not of whole 16 bytes": "wide of odd heads",
-    "two thread blocks": "large in pairs",
+    "two thread blocks": "large in clusters",
     "aligned copies": "aligned copies",
 }
 UPDATED = ("key_cache", "value_cache", "k", "v")

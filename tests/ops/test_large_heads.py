@@ -60,7 +60,7 @@ def engine_of(case: Case) -> str:
     return "general" if case.dim % unit or case.v_dim % unit else "large_split"
 
 
-def check_pairs(served: str, case: Case, rows: int) -> None:
+def check_clusters(served: str, case: Case, rows: int) -> None:
     """On Hopper pairs of thread blocks serve more than 64 rows whose keys TMA can load."""
     loads = case.cache == "same" and (case.page is None or case.page % 8 == 0)
     assert ("two thread blocks" in served) == (loads and rows > 64), served
@@ -73,7 +73,7 @@ def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
         assert served.startswith(engine + ":"), served
         assert ("threads copy the keys" in served) == (engine == "swap"), served
         if engine == "large_split":
-            check_pairs(served, case, case.heads[0] // case.heads[1])
+            check_clusters(served, case, case.heads[0] // case.heads[1])
     check_twice(frontend, function, arguments)
 
 
@@ -146,5 +146,5 @@ def test_many_rows(
         unit = 8 if case.cache == "same" else 16
         engine = "general" if any(size % unit for size in sizes) else "large"
         assert served.startswith(engine + ":"), served
-        check_pairs(served, case, 128)
+        check_clusters(served, case, 128)
     check_twice(frontend, function, arguments)

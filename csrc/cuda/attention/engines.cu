@@ -44,15 +44,15 @@ const char* Description(const Engine& engine, const char* more) {
   return own;
 }
 
-constexpr const char* kInPairs = "TMA, two thread blocks share what they load";
+constexpr const char* kInClusters = "TMA, two thread blocks share what they load";
 constexpr const char* kManyParts = "several warps add up a row";
 
 const char* FewDescription(const Choice& choice) {
   const Engine& engine = choice.Of(kFew);
-  if (&engine == &kLargeSplitEngine && choice.few.q_tile_rows == kPairedQTileRows) {
+  if (&engine == &kLargeSplitEngine && choice.few.q_tile_rows == kClusterQTileRows) {
     static thread_local char both[96];  // valid until this thread's next call
-    std::snprintf(both, sizeof(both), "%s, %s", kInPairs, kManyParts);
-    return Description(engine, choice.few.many_parts ? both : kInPairs);
+    std::snprintf(both, sizeof(both), "%s, %s", kInClusters, kManyParts);
+    return Description(engine, choice.few.many_parts ? both : kInClusters);
   }
   return Description(engine, choice.few.heads_together > 1 ? "two KV heads in a thread block"
                              : choice.few.copies           ? "threads copy the keys"
@@ -63,7 +63,7 @@ const char* FewDescription(const Choice& choice) {
 
 const char* ManyDescription(const Choice& choice) {
   const Engine& engine = choice.Of(kMany);
-  if (choice.rest_q_tile_rows == kPairedQTileRows) return Description(engine, kInPairs);
+  if (choice.rest_q_tile_rows == kClusterQTileRows) return Description(engine, kInClusters);
   const ManyShape& many = choice.many;
   return Description(
       engine, many.fixed_parts > 0 ? "thread blocks may share fixed parts of the keys"

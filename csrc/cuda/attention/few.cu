@@ -122,7 +122,7 @@ FewShape SplitWork(const Problem& p, int q_tile_rows) {
   FewShape few = {};
   few.q_tile_rows = q_tile_rows;
   // A pair of thread blocks counts as one.
-  const int heads = p.num_kv_heads * (q_tile_rows == kPairedQTileRows ? 2 : 1);
+  const int heads = p.num_kv_heads * (q_tile_rows == kClusterQTileRows ? 2 : 1);
   CountBlocks(heads, FewBlocksEach(BucketOf(p), q_tile_rows), &few);
   few.many_parts = MayHaveManyParts(p, few.num_blocks);
   return few;

@@ -65,16 +65,6 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// Whether a barrier's phase is complete.
-__device__ inline bool TestBarrier(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
 // Makes ordinary stores to shared memory visible to TMA and the matrix instructions.
 __device__ inline void FenceProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Release, of what this thread stored for TMA or the matrix instructions.

@@ -3,7 +3,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
-#include "cuda/attention/large_pair.h"
+#include "cuda/attention/large_cluster.h"
 #include "cuda/attention/large_tile.cuh"
 #include "cuda/attention/tensor_map.h"
 
@@ -75,7 +75,7 @@ void WithTile(const Problem& p, Body&& body) {
 }
 
 flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
-  if (SuitsPairs(p)) return LaunchLargePairs(p, stream);
+  if (SuitsClusters(p)) return LaunchLargeClusters(p, stream);
   WithTile<HeadSizes<kMaxUsualHeadSize, kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
     constexpr int kDims = decltype(dims)::value, kKeys = decltype(keys)::value;
     auto* kernel = LargeKernel<typename decltype(t)::type, kDims, kKeys, decltype(fp8)::value>;
@@ -86,7 +86,7 @@ flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
 }
 
 flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t stream) {
-  if (p.few.q_tile_rows == kPairedQTileRows) return LaunchLargeSplitPairs(p, workspace, stream);
+  if (p.few.q_tile_rows == kClusterQTileRows) return LaunchLargeSplitClusters(p, workspace, stream);
   WithTile<HeadSizes<kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
     constexpr int kKeys = decltype(keys)::value;
     auto* kernel = LargeSplitKernel<typename decltype(t)::type, kKeys, decltype(fp8)::value>;
@@ -99,11 +99,13 @@ flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t
 
 }  // namespace
 
-int LargeQTileRows(const Problem& p) { return SuitsPairs(p) ? kPairedQTileRows : kRestQTileRows; }
+int LargeQTileRows(const Problem& p) {
+  return SuitsClusters(p) ? kClusterQTileRows : kRestQTileRows;
+}
 
 int LargeSplitQTileRows(const Problem& p) {
   const bool many = MaxFewRows(p.group_size) > kRestQTileRows;
-  return many && SuitsPairs(p) ? kPairedQTileRows : kRestQTileRows;
+  return many && SuitsClusters(p) ? kClusterQTileRows : kRestQTileRows;
 }
 
 const Engine kLargeEngine = {

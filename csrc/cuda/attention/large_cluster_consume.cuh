@@ -1,15 +1,15 @@
-// The consumer warpgroups of large_pair.cu: scores, softmax and output of the 64 rows of a thread
-// block.
+// The consumer warpgroups of large_cluster.cu: scores, softmax and output of the 64 rows of a
+// thread block.
 //
 // The results of such heads fill the registers of two warpgroups, so both have all rows: each has
 // the scores of half of the keys of a kv tile and, of all its keys, half of the values' columns.
 // They exchange their largest scores and the weights through shared memory. While the tensor cores
 // add the values of a kv tile, for which the scores of the next one have been computed before, the
 // softmax of these is computed.
-#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_CONSUME_CUH_
-#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_CONSUME_CUH_
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_CONSUME_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_CONSUME_CUH_
 
-#include "cuda/attention/large_pair_shared.cuh"
+#include "cuda/attention/large_cluster_shared.cuh"
 #include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/warp_rows.cuh"
 
@@ -19,11 +19,11 @@ namespace flashxla::attention {
 
 // T: of queries, keys and values; kValueBlocks: blocks of values that each warpgroup has.
 template <typename T, int kValueBlocks>
-class PairConsumer {
+class ClusterConsumer {
  public:
   // partials: the shape of partial results; null if there are none.
-  __device__ PairConsumer(const Problem& problem, const PartialShape* partials,
-                          PairShared& shared_memory)
+  __device__ ClusterConsumer(const Problem& problem, const PartialShape* partials,
+                             ClusterShared& shared_memory)
       : p(problem), partial_shape(partials), shared(shared_memory) {}
 
   // Computes this thread block's rows of a segment.
@@ -51,12 +51,13 @@ class PairConsumer {
       float score[kTiles][4];
       uint32_t weights[2][kSteps][4];  // of each half of the keys
 #pragma unroll 1
-      for (int block = 0; block < PairBlocks(p.k.head_size); ++block) StartScores(score, block);
+      for (int block = 0; block < ClusterColumnBlocks(p.k.head_size); ++block)
+        StartScores(score, block);
       GiveBack();
       Pin(Flat(score));
 #pragma unroll 1
-      for (int key = begin; key < end; key += kPairKeys) {
-        Score(key + half() * kPairHalfKeys, score);
+      for (int key = begin; key < end; key += kClusterKeys) {
+        Score(key + half() * kClusterHalfKeys, score);
         GiveMax(score);
         Sync();  // the largest scores are there; all have read the weights before
         float factor[2];
@@ -67,7 +68,7 @@ class PairConsumer {
 #pragma unroll
         for (int block = 0; block < kValueBlocks; ++block) Pin(out[block]);
         if (changed) Rescale(factor);
-        const int blocks = key + kPairKeys < end ? PairBlocks(p.k.head_size) : 0;
+        const int blocks = key + kClusterKeys < end ? ClusterColumnBlocks(p.k.head_size) : 0;
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) StartScores(score, block);
         TakeWeights(mine, weights);
@@ -87,7 +88,7 @@ class PairConsumer {
   // arrive.
   __device__ void Store(const QTile& tile) {
     constexpr int kStride = 2 * kColumns * 2 + 16;  // bytes of a row: no two lanes meet in a bank
-    static_assert(kPairRows * kStride <= sizeof(shared.queries));
+    static_assert(kClusterRows * kStride <= sizeof(shared.queries));
     const float value_scale = p.ValueScale(tile.index, tile.kv_head);
     char* const rows_of_warp = shared.queries[0] + group() * 16 * kStride + half() * kColumns * 2;
 #pragma unroll
@@ -142,7 +143,7 @@ class PairConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (FirstRow(tile) + Row(r) >= tile.NumRows(p)) continue;
-      const int row = rank * kPairRows + Row(r);
+      const int row = rank * kClusterRows + Row(r);
       if (half() == 0 && lane() % 4 == 0) {
         partial[shape.row_max() + row] = row_max[r], partial[shape.row_sum() + row] = SumOf(r);
       }
@@ -155,9 +156,9 @@ class PairConsumer {
     }
   }
 
-  static constexpr int kTiles = kPairHalfKeys / 8;                   // of 8 keys
-  static constexpr int kSteps = kPairHalfKeys / 16;                  // of 16 keys
-  static constexpr int kColumns = kValueBlocks * kPairBlockColumns;  // of values, of a warpgroup
+  static constexpr int kTiles = kClusterHalfKeys / 8;                   // of 8 keys
+  static constexpr int kSteps = kClusterHalfKeys / 16;                  // of 16 keys
+  static constexpr int kColumns = kValueBlocks * kClusterBlockColumns;  // of values, of a warpgroup
   static constexpr int kLag = 2;  // units whose products may not be finished
   // Named barriers: of all consumers, and of each warpgroup.
   static constexpr int kBarrier = 1, kHalfBarrier = 2;
@@ -167,10 +168,10 @@ class PairConsumer {
   __device__ static int group() { return static_cast<int>(threadIdx.x) / 32 % 4; }
   __device__ static int thread() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
   // The first of this thread block's rows.
-  __device__ int FirstRow(const QTile& tile) const { return tile.first_row + rank * kPairRows; }
+  __device__ int FirstRow(const QTile& tile) const { return tile.first_row + rank * kClusterRows; }
   // The one of these that is this lane's r-th.
   __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
-  __device__ static void Sync() { SyncNamed(kBarrier, kPairConsumers); }
+  __device__ static void Sync() { SyncNamed(kBarrier, kClusterConsumers); }
 
   // Units.
 
@@ -190,7 +191,7 @@ class PairConsumer {
   }
   __device__ void ReleaseBefore(int count) {
     const uint32_t empty =
-        SharedAddress(&shared.empty[(state.unit - count) & PairShared::kUnits - 1]);
+        SharedAddress(&shared.empty[(state.unit - count) & ClusterShared::kUnits - 1]);
     Release(empty);
     if (lane() == 0) ReleaseOf(empty, rank ^ 1);
   }
@@ -205,14 +206,14 @@ class PairConsumer {
   // Adds a block of columns to the dot products of the 64 rows with the half's keys.
   __device__ __forceinline__ void StartScores(float (&score)[kTiles][4], int block) {
     const uint64_t queries =
-        MatrixDescriptor(SharedAddress(shared.queries) + block * kPairBlockBytes, 0);
+        MatrixDescriptor(SharedAddress(shared.queries) + block * kClusterBlockBytes, 0);
     Await();
     const uint64_t keys = MatrixDescriptor(SharedAddress(Block()), 0);
     FenceMatrix();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      MatrixProduct<T, kPairHalfKeys>::Start(Flat(score), After(queries, k * 32),
-                                             After(keys, k * 32), block > 0 || k > 0);
+      MatrixProduct<T, kClusterHalfKeys>::Start(Flat(score), After(queries, k * 32),
+                                                After(keys, k * 32), block > 0 || k > 0);
     }
     Advance();
   }
@@ -235,13 +236,13 @@ class PairConsumer {
         FenceMatrix();
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          MatrixProduct<T, kPairBlockColumns>::template Start<true>(
-              out[block], weights[of_half][k], After(values, k * 16 * kPairRowBytes), true);
+          MatrixProduct<T, kClusterBlockColumns>::template Start<true>(
+              out[block], weights[of_half][k], After(values, k * 16 * kClusterRowBytes), true);
         }
         Advance();
       }
     }
-    kv_tile = (kv_tile + 1) % PairShared::kMasks;
+    kv_tile = (kv_tile + 1) % ClusterShared::kMasks;
   }
 
   // Zeroes the values of keys that do not exist: they may hold NaN, and 0 times NaN is not 0.
@@ -249,8 +250,8 @@ class PairConsumer {
     const uint32_t zeros[4] = {};
     const uint32_t block = SharedAddress(Block());
 #pragma unroll 1
-    for (int i = thread(); i < kPairBlockBytes / 16; i += kWarpgroupThreads) {
-      if ((stale >> i / (kPairRowBytes / 16)) & 1) StoreShared16(block + i * 16, zeros);
+    for (int i = thread(); i < kClusterBlockBytes / 16; i += kWarpgroupThreads) {
+      if ((stale >> i / (kClusterRowBytes / 16)) & 1) StoreShared16(block + i * 16, zeros);
     }
     FenceProxy();
     SyncNamed(kHalfBarrier + half(), kWarpgroupThreads);
@@ -352,9 +353,9 @@ class PairConsumer {
 
   // Starts to load the queries. All consumers are done with those before: see the end of Store.
   __device__ void LoadQueries(const QTile& tile) {
-    const int chunks = PairBlocks(p.k.head_size) * (kPairBlockColumns / 8);
+    const int chunks = ClusterColumnBlocks(p.k.head_size) * (kClusterBlockColumns / 8);
     const uint32_t to = SharedAddress(shared.queries);
-    constexpr int kThreadsOfRow = kPairConsumers / kPairRows;
+    constexpr int kThreadsOfRow = kClusterConsumers / kClusterRows;
     const int of_tile = static_cast<int>(threadIdx.x) / kThreadsOfRow;
     const int row = FirstRow(tile) + of_tile;
     const int query = p.by_group_size.Quotient(row);
@@ -365,7 +366,7 @@ class PairConsumer {
 #pragma unroll 1
     for (int chunk = threadIdx.x % kThreadsOfRow; chunk < chunks; chunk += kThreadsOfRow) {
       const bool inside = exists && chunk * 8 < p.k.head_size;
-      const uint32_t place = to + chunk / 8 * kPairBlockBytes + of_tile * kPairRowBytes +
+      const uint32_t place = to + chunk / 8 * kClusterBlockBytes + of_tile * kClusterRowBytes +
                              (chunk % 8 ^ of_tile % 8) * 16;
       CopyAsync16(place, p.q.data + (inside ? first + chunk * 8 : 0) * 2, inside);
     }
@@ -379,12 +380,12 @@ class PairConsumer {
 
   const Problem& p;
   const PartialShape* partial_shape;
-  PairShared& shared;
+  ClusterShared& shared;
   const int rank = ClusterRank();
   WarpRows rows = {};
   float out[kValueBlocks][32];   // not normalized yet
   float row_max[2], row_sum[2];  // largest score (log2); this lane's share of the sum
-  PairState state;
+  ClusterState state;
   int held = 0;     // units before that one which are not given back
   int kv_tile = 0;  // the present one's masks
 };
@@ -393,4 +394,4 @@ class PairConsumer {
 
 }  // namespace flashxla::attention
 
-#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_CONSUME_CUH_
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_CONSUME_CUH_

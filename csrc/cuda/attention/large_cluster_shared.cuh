@@ -1,10 +1,10 @@
-// Shared memory of the kernels of large_pair.cu.
+// Shared memory of the kernels of large_cluster.cu.
 //
 // Keys and values come in units of two blocks, each 64 rows of 64 columns. Of keys, the blocks are
 // the two halves of a kv tile; of values, they are of one of these halves, the second has the
 // columns of the second warpgroup. In a block the 16-byte chunk c of row r is at place c ^ r % 8.
-#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_SHARED_CUH_
-#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_SHARED_CUH_
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_SHARED_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_SHARED_CUH_
 
 #include "common/attention_arguments.h"
 #include "cuda/attention/hopper.cuh"
@@ -14,31 +14,33 @@
 namespace flashxla::attention {
 
 // Rows of a thread block; keys of a kv tile and of half of it.
-constexpr int kPairRows = kRestQTileRows, kPairHalfKeys = 64, kPairKeys = 2 * kPairHalfKeys;
-constexpr int kPairBlockColumns = 64, kPairRowBytes = 128, kPairBlockBytes = 64 * kPairRowBytes;
-constexpr int kPairConsumers = 2 * kWarpgroupThreads;
-constexpr int kPairLoaders = kWarpgroupThreads / 32;  // warps
-constexpr int kPairThreads = kPairConsumers + kWarpgroupThreads;
+constexpr int kClusterRows = kRestQTileRows, kClusterHalfKeys = 64,
+              kClusterKeys = 2 * kClusterHalfKeys;
+constexpr int kClusterBlockColumns = 64, kClusterRowBytes = 128,
+              kClusterBlockBytes = 64 * kClusterRowBytes;
+constexpr int kClusterConsumers = 2 * kWarpgroupThreads;
+constexpr int kClusterLoaders = kWarpgroupThreads / 32;  // warps
+constexpr int kClusterThreads = kClusterConsumers + kWarpgroupThreads;
 
-struct PairProblem {
+struct ClusterProblem {
   CUtensorMap k, v;
   Problem p;
   int box_keys;  // keys per TMA box, which lies in one page
 };
 
 // Blocks of columns of a head.
-__host__ __device__ constexpr int PairBlocks(int head_size) {
-  return (head_size + kPairBlockColumns - 1) / kPairBlockColumns;
+__host__ __device__ constexpr int ClusterColumnBlocks(int head_size) {
+  return (head_size + kClusterBlockColumns - 1) / kClusterBlockColumns;
 }
 
-struct alignas(1024) PairShared {
+struct alignas(1024) ClusterShared {
   static constexpr int kUnits = 8;
   static constexpr int kMasks = 4;  // kv tiles: more than have units on the way
 
-  char queries[PairBlocks(kMaxHeadSize)][kPairBlockBytes];
-  char units[kUnits][2][kPairBlockBytes];
-  uint4 weights[2][kPairHalfKeys / 16][kWarpgroupThreads];  // of each half
-  float row_max[2][kPairRows], row_sum[2][kPairRows];       // of each half
+  char queries[ClusterColumnBlocks(kMaxHeadSize)][kClusterBlockBytes];
+  char units[kUnits][2][kClusterBlockBytes];
+  uint4 weights[2][kClusterHalfKeys / 16][kWarpgroupThreads];  // of each half
+  float row_max[2][kClusterRows], row_sum[2][kClusterRows];    // of each half
   // Which keys of a half exist; and which do not, though their boxes are there.
   uint64_t exist[kMasks][2], stale[kMasks][2];
   uint64_t full[kUnits], empty[kUnits];
@@ -48,22 +50,22 @@ struct alignas(1024) PairShared {
     for (int i = 0; i < kUnits; ++i) {
       InitBarrier(SharedAddress(&full[i]), 1);
       // Also of the other thread block's warps: what this one loads goes to both.
-      InitBarrier(SharedAddress(&empty[i]), kPairConsumers + kPairConsumers / 32);
+      InitBarrier(SharedAddress(&empty[i]), kClusterConsumers + kClusterConsumers / 32);
     }
     FenceProxy();
   }
 #endif
 };
-static_assert(sizeof(PairShared) <= 227 * 1024);
+static_assert(sizeof(ClusterShared) <= 227 * 1024);
 
 #if defined(FLASHXLA_HOPPER)
 
 // Where a warp is in the units, and the parity of the barriers in this round.
-struct PairState {
+struct ClusterState {
   int unit = 0;
   uint32_t parity = 0;
   __device__ void Next() {
-    if (++unit == PairShared::kUnits) unit = 0, parity ^= 1;
+    if (++unit == ClusterShared::kUnits) unit = 0, parity ^= 1;
   }
 };
 
@@ -71,4 +73,4 @@ struct PairState {
 
 }  // namespace flashxla::attention
 
-#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_SHARED_CUH_
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_SHARED_CUH_

@@ -1,8 +1,8 @@
-// The loading warps of large_pair.cu: TMA fills the units.
-#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_LOAD_CUH_
-#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_LOAD_CUH_
+// The loading warps of large_cluster.cu: TMA fills the units.
+#ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_LOAD_CUH_
+#define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_LOAD_CUH_
 
-#include "cuda/attention/large_pair_shared.cuh"
+#include "cuda/attention/large_cluster_shared.cuh"
 
 namespace flashxla::attention {
 
@@ -11,16 +11,16 @@ namespace flashxla::attention {
 // Each thread block loads one block of each unit, for both. kValueBlocks: of each consumer
 // warpgroup.
 template <int kValueBlocks>
-class PairLoader {
+class ClusterLoader {
  public:
-  __device__ PairLoader(const PairProblem& problem, PairShared& shared_memory)
+  __device__ ClusterLoader(const ClusterProblem& problem, ClusterShared& shared_memory)
       : w(problem),
         p(problem.p),
         shared(shared_memory),
-        boxes_of_half(kPairHalfKeys / problem.box_keys),
+        boxes_of_half(kClusterHalfKeys / problem.box_keys),
         half(Lane() / boxes_of_half),
-        offset((Lane() - half * boxes_of_half) * problem.box_keys * kPairRowBytes),
-        warp(static_cast<int>(threadIdx.x - kPairConsumers) / 32) {}
+        offset((Lane() - half * boxes_of_half) * problem.box_keys * kClusterRowBytes),
+        warp(static_cast<int>(threadIdx.x - kClusterConsumers) / 32) {}
 
   // Loads the keys of a segment, kv tile by kv tile: the keys of one come before the values of the
   // one before.
@@ -29,11 +29,11 @@ class PairLoader {
     const int begin = segment.begin, end = segment.end;
     Place ahead = Find(tile, begin, end), now = {};  // early, to hide the table's latency
 #pragma unroll 1
-    for (int key = begin; key < end + kPairKeys; key += kPairKeys) {
+    for (int key = begin; key < end + kClusterKeys; key += kClusterKeys) {
       const Place last = now;
       if (key < end) {
         now = Resolve(ahead);
-        ahead = Find(tile, key + kPairKeys, end);
+        ahead = Find(tile, key + kClusterKeys, end);
         LoadKeys(tile, key, now);
       }
       if (key > begin) LoadValues(tile, last);
@@ -68,8 +68,8 @@ class PairLoader {
 
   // Whether the next unit is this warp's: to start a copy takes time, so the warps take turns.
   __device__ bool IsMine() const {
-    static_assert(PairShared::kUnits % kPairLoaders == 0);
-    return state.unit % kPairLoaders == warp;
+    static_assert(ClusterShared::kUnits % kClusterLoaders == 0);
+    return state.unit % kClusterLoaders == warp;
   }
 
   // Starts to load this thread block's block of the next unit, from column `column` on. of_tile:
@@ -79,7 +79,7 @@ class PairLoader {
     if (IsMine()) {
       const uint32_t full = SharedAddress(&shared.full[state.unit]);
       WaitBarrier(SharedAddress(&shared.empty[state.unit]), state.parity ^ 1);
-      if (Lane() == 0) ArriveExpecting(full, 2 * kPairBlockBytes);
+      if (Lane() == 0) ArriveExpecting(full, 2 * kClusterBlockBytes);
       __syncwarp();
       if (half == of_tile) {
         LoadBox4Of(3, SharedAddress(shared.units[state.unit][rank]) + offset, &map, full, column,
@@ -91,11 +91,11 @@ class PairLoader {
 
   __device__ void LoadKeys(const QTile& tile, int first, const Place& place) {
     if (IsMine()) NoteKeys(tile, first, place);
-    kv_tile = (kv_tile + 1) % PairShared::kMasks;
-    const int blocks = PairBlocks(p.k.head_size);
+    kv_tile = (kv_tile + 1) % ClusterShared::kMasks;
+    const int blocks = ClusterColumnBlocks(p.k.head_size);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-      LoadUnit(w.k, tile, place, rank, block * kPairBlockColumns);
+      LoadUnit(w.k, tile, place, rank, block * kClusterBlockColumns);
     }
   }
   __device__ void LoadValues(const QTile& tile, const Place& place) {
@@ -103,7 +103,7 @@ class PairLoader {
     for (int of_tile = 0; of_tile < 2; ++of_tile) {
 #pragma unroll 1
       for (int block = 0; block < kValueBlocks; ++block) {
-        LoadUnit(w.v, tile, place, of_tile, (rank * kValueBlocks + block) * kPairBlockColumns);
+        LoadUnit(w.v, tile, place, of_tile, (rank * kValueBlocks + block) * kClusterBlockColumns);
       }
     }
   }
@@ -112,11 +112,11 @@ class PairLoader {
   __device__ void NoteKeys(const QTile& tile, int first, const Place& place) {
     const unsigned there = __ballot_sync(kAllLanes, place.there);
     if (Lane() < 2) {
-      const int key = first + Lane() * kPairHalfKeys;
-      const int low = min(max(tile.s.first_key - key, 0), kPairHalfKeys);
-      const int high = min(tile.s.num_keys - key, kPairHalfKeys);
+      const int key = first + Lane() * kClusterHalfKeys;
+      const int low = min(max(tile.s.first_key - key, 0), kClusterHalfKeys);
+      const int high = min(tile.s.num_keys - key, kClusterHalfKeys);
       const uint64_t inside =
-          low < high ? ~uint64_t{0} >> (kPairHalfKeys - (high - low)) << low : 0;
+          low < high ? ~uint64_t{0} >> (kClusterHalfKeys - (high - low)) << low : 0;
       uint64_t loaded = 0;
       for (int box = 0; box < boxes_of_half; ++box) {
         if ((there >> (Lane() * boxes_of_half + box)) & 1) {
@@ -129,13 +129,13 @@ class PairLoader {
     __syncwarp();
   }
 
-  const PairProblem& w;
+  const ClusterProblem& w;
   const Problem& p;
-  PairShared& shared;
+  ClusterShared& shared;
   const int boxes_of_half;
   const int half, offset;  // the lane's box: its half of the kv tile, and its place in a block
   const int warp, rank = ClusterRank();
-  PairState state;
+  ClusterState state;
   int kv_tile = 0;  // the next one's masks
 };
 
@@ -143,4 +143,4 @@ class PairLoader {
 
 }  // namespace flashxla::attention
 
-#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_PAIR_LOAD_CUH_
+#endif  // FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_LOAD_CUH_

@@ -5,9 +5,9 @@
 // loads half of the keys and values for both.
 #include "common/error.h"
 #include "cuda/attention/dispatch.cuh"
-#include "cuda/attention/large_pair.h"
-#include "cuda/attention/large_pair_consume.cuh"
-#include "cuda/attention/large_pair_load.cuh"
+#include "cuda/attention/large_cluster.h"
+#include "cuda/attention/large_cluster_consume.cuh"
+#include "cuda/attention/large_cluster_load.cuh"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/launch.h"
 
@@ -22,10 +22,10 @@ constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 // Computes the segments that for_each(body) calls body with. Each warp finds them itself: then the
 // compiler knows that its threads go the same way, and keeps what they have in common once.
 template <typename T, int kValueBlocks, typename ForEach>
-__device__ void ComputeSegments(const PairProblem& w, const PartialShape* partials,
+__device__ void ComputeSegments(const ClusterProblem& w, const PartialShape* partials,
                                 ForEach&& for_each) {
   extern __shared__ __align__(1024) char memory[];
-  auto& shared = *reinterpret_cast<PairShared*>(memory);
+  auto& shared = *reinterpret_cast<ClusterShared*>(memory);
   if (threadIdx.x == 0) {
     if (SharedAddress(memory) % 1024 != 0) __trap();  // as the swizzle needs it
     PrefetchMap(&w.k), PrefetchMap(&w.v);
@@ -34,13 +34,13 @@ __device__ void ComputeSegments(const PairProblem& w, const PartialShape* partia
   SyncCluster();
   TriggerNext();
   WaitForPrevious();
-  if (threadIdx.x < kPairConsumers) {
+  if (threadIdx.x < kClusterConsumers) {
     RaiseRegisters<kConsumerRegisters>();
-    PairConsumer<T, kValueBlocks> consumer(w.p, partials, shared);
+    ClusterConsumer<T, kValueBlocks> consumer(w.p, partials, shared);
     for_each([&](const LargeSegment& segment) { consumer.Compute(segment); });
   } else {
     LowerRegisters<kProducerRegisters>();
-    PairLoader<kValueBlocks> loader(w, shared);
+    ClusterLoader<kValueBlocks> loader(w, shared);
     for_each([&](const LargeSegment& segment) { loader.Load(segment); });
   }
   SyncCluster();  // the other thread block may still reach this one's memory
@@ -50,18 +50,19 @@ __device__ void ComputeSegments(const PairProblem& w, const PartialShape* partia
 
 // Thread blocks 2 n and 2 n + 1 are a cluster.
 template <typename T, int kValueBlocks>
-__global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kPairThreads, 1)
-    PairKernel(const __grid_constant__ PairProblem w) {
+__global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
+    LargeClusterKernel(const __grid_constant__ ClusterProblem w) {
 #if defined(FLASHXLA_HOPPER)
   ComputeSegments<T, kValueBlocks>(w, nullptr, [&](auto&& body) {
-    ForEachRestSegment<kPairKeys>(w.p, kPairedQTileRows, blockIdx.x / 2, gridDim.x / 2, body);
+    ForEachRestSegment<kClusterKeys>(w.p, kClusterQTileRows, blockIdx.x / 2, gridDim.x / 2, body);
   });
 #endif
 }
 
 template <typename T, int kValueBlocks>
-__global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kPairThreads, 1)
-    SplitPairKernel(const __grid_constant__ PairProblem w, const SplitWorkspace workspace) {
+__global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
+    LargeSplitClusterKernel(const __grid_constant__ ClusterProblem w,
+                            const SplitWorkspace workspace) {
 #if defined(FLASHXLA_HOPPER)
   const int kv_head = blockIdx.x / 2, block = blockIdx.y;
   ComputeSegments<T, kValueBlocks>(w, &workspace.shape, [&](auto&& body) {
@@ -73,15 +74,15 @@ __global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kPairThreads, 1)
 
 // Fills in the rest of w, and calls body(Type<T>, integral_constant<int, kValueBlocks>).
 template <typename Body>
-flashxla_status WithInstanceOf(PairProblem& w, Body&& body) {
+flashxla_status WithInstanceOf(ClusterProblem& w, Body&& body) {
   const Problem& p = w.p;
-  w.box_keys = KeysOfBox(p, kPairHalfKeys);
-  if (!MapCache(p, p.k, kPairBlockColumns, w.box_keys, false, &w.k) ||
-      !MapCache(p, p.v, kPairBlockColumns, w.box_keys, false, &w.v)) {
+  w.box_keys = KeysOfBox(p, kClusterHalfKeys);
+  if (!MapCache(p, p.k, kClusterBlockColumns, w.box_keys, false, &w.k) ||
+      !MapCache(p, p.v, kClusterBlockColumns, w.box_keys, false, &w.v)) {
     return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of k or v");
   }
   auto with_values = [&](auto t) {
-    const int blocks = (PairBlocks(p.v.head_size) + 1) / 2;
+    const int blocks = (ClusterColumnBlocks(p.v.head_size) + 1) / 2;
     blocks <= 2   ? body(t, std::integral_constant<int, 2>{})
     : blocks == 3 ? body(t, std::integral_constant<int, 3>{})
                   : body(t, std::integral_constant<int, 4>{});
@@ -92,29 +93,29 @@ flashxla_status WithInstanceOf(PairProblem& w, Body&& body) {
 
 }  // namespace
 
-bool SuitsPairs(const Problem& p) {
+bool SuitsClusters(const Problem& p) {
   return LoadedImage().hopper && HasLargeHeads(p) && !IsFp8(p.kv_dtype) && !p.batch_invariant &&
          WhyNoCacheBoxes(p, 8)[0] == '\0';
 }
 
-flashxla_status LaunchLargePairs(const Problem& p, cudaStream_t stream) {
-  PairProblem w = {};
+flashxla_status LaunchLargeClusters(const Problem& p, cudaStream_t stream) {
+  ClusterProblem w = {};
   w.p = p;
   return WithInstanceOf(w, [&](auto t, auto blocks) {
-    auto* kernel = PairKernel<typename decltype(t)::type, decltype(blocks)::value>;
-    LaunchDependent(kernel, (NumRestBlocks(p, 1) + 1) / 2 * 2, kPairThreads, sizeof(PairShared),
-                    stream, w);
+    auto* kernel = LargeClusterKernel<typename decltype(t)::type, decltype(blocks)::value>;
+    LaunchDependent(kernel, (NumRestBlocks(p, 1) + 1) / 2 * 2, kClusterThreads,
+                    sizeof(ClusterShared), stream, w);
   });
 }
 
-flashxla_status LaunchLargeSplitPairs(const Problem& p, void* workspace, cudaStream_t stream) {
-  PairProblem w = {};
+flashxla_status LaunchLargeSplitClusters(const Problem& p, void* workspace, cudaStream_t stream) {
+  ClusterProblem w = {};
   w.p = p;
   return WithInstanceOf(w, [&](auto t, auto blocks) {
     using T = typename decltype(t)::type;
-    LaunchDependent(SplitPairKernel<T, decltype(blocks)::value>,
-                    dim3(2 * p.num_kv_heads, p.few.num_blocks), kPairThreads, sizeof(PairShared),
-                    stream, w, SplitWorkspace(p, workspace));
+    LaunchDependent(LargeSplitClusterKernel<T, decltype(blocks)::value>,
+                    dim3(2 * p.num_kv_heads, p.few.num_blocks), kClusterThreads,
+                    sizeof(ClusterShared), stream, w, SplitWorkspace(p, workspace));
   });
 }
 
