@@ -50,14 +50,19 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+def takes_vectors(case: Case) -> bool:
+    """Whether heads begin and end at multiples of 16 bytes."""
+    unit = 8 if case.cache == "same" else 16  # elements
+    assert case.v_dim is not None
+    return case.dim % unit == case.v_dim % unit == 0
+
+
 def engine_of(case: Case) -> str:
     """What serves a case on Hopper."""
     rows = case.heads[0] // case.heads[1] * max(len_q for len_q, _ in case.lens)
     if rows <= MOST_OF_SWAP:
         return "swap"
-    unit = 8 if case.cache == "same" else 16  # elements of 16 bytes
-    assert case.v_dim is not None
-    return "general" if case.dim % unit or case.v_dim % unit else "large_split"
+    return "large_split" if takes_vectors(case) else "general"
 
 
 def check_clusters(served: str, case: Case, rows: int) -> None:
@@ -143,8 +148,7 @@ def test_many_rows(
     case = dataclasses.replace(GROUPS[group], dim=sizes[0], v_dim=sizes[1], **setting)
     function, arguments = call_with_bound(rng, case)
     if frontend.name == "torch" and (served := serves_many(frontend, function, arguments)) is not None:
-        unit = 8 if case.cache == "same" else 16
-        engine = "general" if any(size % unit for size in sizes) else "large"
+        engine = "large" if takes_vectors(case) else "general"
         assert served.startswith(engine + ":"), served
         check_clusters(served, case, 128)
     check_twice(frontend, function, arguments)

@@ -34,13 +34,14 @@ const char* WhyOneKernel(const Choice& choice) {
   return why;
 }
 
-// What an engine is, and how it works in this call.
-const char* Description(const Engine& engine, const char* more) {
+// What an engine is, and how it works in this call: `more` and `also`, which may be null.
+const char* Description(const Engine& engine, const char* more, const char* also = nullptr) {
   if (more == nullptr) return engine.description;
   // Of each role, valid until this thread's next call.
   static thread_local char all[kNumRoles][128];
   char (&own)[128] = all[engine.role];
-  std::snprintf(own, sizeof(own), "%s, %s", engine.description, more);
+  std::snprintf(own, sizeof(own), "%s, %s%s%s", engine.description, more,
+                also != nullptr ? ", " : "", also != nullptr ? also : "");
   return own;
 }
 
@@ -50,9 +51,7 @@ constexpr const char* kManyParts = "several warps add up a row";
 const char* FewDescription(const Choice& choice) {
   const Engine& engine = choice.Of(kFew);
   if (&engine == &kLargeSplitEngine && choice.few.q_tile_rows == kClusterQTileRows) {
-    static thread_local char both[96];  // valid until this thread's next call
-    std::snprintf(both, sizeof(both), "%s, %s", kInClusters, kManyParts);
-    return Description(engine, choice.few.many_parts ? both : kInClusters);
+    return Description(engine, kInClusters, choice.few.many_parts ? kManyParts : nullptr);
   }
   return Description(engine, choice.few.heads_together > 1 ? "two KV heads in a thread block"
                              : choice.few.copies           ? "threads copy the keys"

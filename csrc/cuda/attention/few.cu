@@ -121,8 +121,8 @@ FewShape SwapWork(const Facts& facts, int64_t most_rows) {
 FewShape SplitWork(const Problem& p, int q_tile_rows) {
   FewShape few = {};
   few.q_tile_rows = q_tile_rows;
-  // A pair of thread blocks counts as one.
-  const int heads = p.num_kv_heads * (q_tile_rows == kClusterQTileRows ? 2 : 1);
+  // A cluster counts as one thread block.
+  const int heads = p.num_kv_heads * (q_tile_rows == kClusterQTileRows ? kClusterSize : 1);
   CountBlocks(heads, FewBlocksEach(BucketOf(p), q_tile_rows), &few);
   few.many_parts = MayHaveManyParts(p, few.num_blocks);
   return few;

@@ -65,6 +65,17 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// A position in a ring of stages, and the parity of the barriers in this round.
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
 // Makes ordinary stores to shared memory visible to TMA and the matrix instructions.
 __device__ inline void FenceProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Release, of what this thread stored for TMA or the matrix instructions.

@@ -48,23 +48,23 @@ __device__ void ComputeSegments(const ClusterProblem& w, const PartialShape* par
 
 #endif  // FLASHXLA_HOPPER
 
-// Thread blocks 2 n and 2 n + 1 are a cluster.
 template <typename T, int kValueBlocks>
-__global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
+__global__ void FLASHXLA_CLUSTER(kClusterSize) __launch_bounds__(kClusterThreads, 1)
     LargeClusterKernel(const __grid_constant__ ClusterProblem w) {
 #if defined(FLASHXLA_HOPPER)
   ComputeSegments<T, kValueBlocks>(w, nullptr, [&](auto&& body) {
-    ForEachRestSegment<kClusterKeys>(w.p, kClusterQTileRows, blockIdx.x / 2, gridDim.x / 2, body);
+    ForEachRestSegment<kClusterKeys>(w.p, kClusterQTileRows, blockIdx.x / kClusterSize,
+                                     gridDim.x / kClusterSize, body);
   });
 #endif
 }
 
 template <typename T, int kValueBlocks>
-__global__ void FLASHXLA_CLUSTER(2) __launch_bounds__(kClusterThreads, 1)
+__global__ void FLASHXLA_CLUSTER(kClusterSize) __launch_bounds__(kClusterThreads, 1)
     LargeSplitClusterKernel(const __grid_constant__ ClusterProblem w,
                             const SplitWorkspace workspace) {
 #if defined(FLASHXLA_HOPPER)
-  const int kv_head = blockIdx.x / 2, block = blockIdx.y;
+  const int kv_head = blockIdx.x / kClusterSize, block = blockIdx.y;
   ComputeSegments<T, kValueBlocks>(w, &workspace.shape, [&](auto&& body) {
     const SplitTile begun = ForEachSplitSegment(w.p, workspace, kv_head, block, body);
     if (threadIdx.x == 0) workspace.tile(kv_head, block) = begun;
@@ -77,12 +77,12 @@ template <typename Body>
 flashxla_status WithInstanceOf(ClusterProblem& w, Body&& body) {
   const Problem& p = w.p;
   w.box_keys = KeysOfBox(p, kClusterHalfKeys);
-  if (!MapCache(p, p.k, kClusterBlockColumns, w.box_keys, false, &w.k) ||
-      !MapCache(p, p.v, kClusterBlockColumns, w.box_keys, false, &w.v)) {
+  if (!MapCache(p, p.k, kLargeBlockColumns, w.box_keys, false, &w.k) ||
+      !MapCache(p, p.v, kLargeBlockColumns, w.box_keys, false, &w.v)) {
     return SetError(FLASHXLA_DEVICE_ERROR, "the driver refuses a tensor map of k or v");
   }
   auto with_values = [&](auto t) {
-    const int blocks = (ClusterColumnBlocks(p.v.head_size) + 1) / 2;
+    const int blocks = (LargeBlocks(p.v.head_size) + 1) / 2;
     blocks <= 2   ? body(t, std::integral_constant<int, 2>{})
     : blocks == 3 ? body(t, std::integral_constant<int, 3>{})
                   : body(t, std::integral_constant<int, 4>{});
@@ -103,8 +103,8 @@ flashxla_status LaunchLargeClusters(const Problem& p, cudaStream_t stream) {
   w.p = p;
   return WithInstanceOf(w, [&](auto t, auto blocks) {
     auto* kernel = LargeClusterKernel<typename decltype(t)::type, decltype(blocks)::value>;
-    LaunchDependent(kernel, (NumRestBlocks(p, 1) + 1) / 2 * 2, kClusterThreads,
-                    sizeof(ClusterShared), stream, w);
+    LaunchDependent(kernel, (NumRestBlocks(p, 1) + kClusterSize - 1) / kClusterSize * kClusterSize,
+                    kClusterThreads, sizeof(ClusterShared), stream, w);
   });
 }
 
@@ -114,7 +114,7 @@ flashxla_status LaunchLargeSplitClusters(const Problem& p, void* workspace, cuda
   return WithInstanceOf(w, [&](auto t, auto blocks) {
     using T = typename decltype(t)::type;
     LaunchDependent(LargeSplitClusterKernel<T, decltype(blocks)::value>,
-                    dim3(2 * p.num_kv_heads, p.few.num_blocks), kClusterThreads,
+                    dim3(kClusterSize * p.num_kv_heads, p.few.num_blocks), kClusterThreads,
                     sizeof(ClusterShared), stream, w, SplitWorkspace(p, workspace));
   });
 }

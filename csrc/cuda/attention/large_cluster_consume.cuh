@@ -51,8 +51,7 @@ class ClusterConsumer {
       float score[kTiles][4];
       uint32_t weights[2][kSteps][4];  // of each half of the keys
 #pragma unroll 1
-      for (int block = 0; block < ClusterColumnBlocks(p.k.head_size); ++block)
-        StartScores(score, block);
+      for (int block = 0; block < LargeBlocks(p.k.head_size); ++block) StartScores(score, block);
       GiveBack();
       Pin(Flat(score));
 #pragma unroll 1
@@ -68,7 +67,7 @@ class ClusterConsumer {
 #pragma unroll
         for (int block = 0; block < kValueBlocks; ++block) Pin(out[block]);
         if (changed) Rescale(factor);
-        const int blocks = key + kClusterKeys < end ? ClusterColumnBlocks(p.k.head_size) : 0;
+        const int blocks = key + kClusterKeys < end ? LargeBlocks(p.k.head_size) : 0;
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) StartScores(score, block);
         TakeWeights(mine, weights);
@@ -88,7 +87,7 @@ class ClusterConsumer {
   // arrive.
   __device__ void Store(const QTile& tile) {
     constexpr int kStride = 2 * kColumns * 2 + 16;  // bytes of a row: no two lanes meet in a bank
-    static_assert(kClusterRows * kStride <= sizeof(shared.queries));
+    static_assert(kLargeRows * kStride <= sizeof(shared.queries));
     const float value_scale = p.ValueScale(tile.index, tile.kv_head);
     char* const rows_of_warp = shared.queries[0] + group() * 16 * kStride + half() * kColumns * 2;
 #pragma unroll
@@ -143,7 +142,7 @@ class ClusterConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (FirstRow(tile) + Row(r) >= tile.NumRows(p)) continue;
-      const int row = rank * kClusterRows + Row(r);
+      const int row = rank * kLargeRows + Row(r);
       if (half() == 0 && lane() % 4 == 0) {
         partial[shape.row_max() + row] = row_max[r], partial[shape.row_sum() + row] = SumOf(r);
       }
@@ -156,9 +155,9 @@ class ClusterConsumer {
     }
   }
 
-  static constexpr int kTiles = kClusterHalfKeys / 8;                   // of 8 keys
-  static constexpr int kSteps = kClusterHalfKeys / 16;                  // of 16 keys
-  static constexpr int kColumns = kValueBlocks * kClusterBlockColumns;  // of values, of a warpgroup
+  static constexpr int kTiles = kClusterHalfKeys / 8;                 // of 8 keys
+  static constexpr int kSteps = kClusterHalfKeys / 16;                // of 16 keys
+  static constexpr int kColumns = kValueBlocks * kLargeBlockColumns;  // of values, of a warpgroup
   static constexpr int kLag = 2;  // units whose products may not be finished
   // Named barriers: of all consumers, and of each warpgroup.
   static constexpr int kBarrier = 1, kHalfBarrier = 2;
@@ -168,16 +167,16 @@ class ClusterConsumer {
   __device__ static int group() { return static_cast<int>(threadIdx.x) / 32 % 4; }
   __device__ static int thread() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
   // The first of this thread block's rows.
-  __device__ int FirstRow(const QTile& tile) const { return tile.first_row + rank * kClusterRows; }
+  __device__ int FirstRow(const QTile& tile) const { return tile.first_row + rank * kLargeRows; }
   // The one of these that is this lane's r-th.
   __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
   __device__ static void Sync() { SyncNamed(kBarrier, kClusterConsumers); }
 
   // Units.
 
-  __device__ void Await() { WaitBarrier(SharedAddress(&shared.full[state.unit]), state.parity); }
+  __device__ void Await() { WaitBarrier(SharedAddress(&shared.full[state.stage]), state.parity); }
   // This warpgroup's block of the next unit.
-  __device__ char* Block() const { return shared.units[state.unit][half()]; }
+  __device__ char* Block() const { return shared.units[state.stage][half()]; }
   // The products with the unit have been started.
   __device__ void Advance() {
     CommitMatrix();
@@ -191,7 +190,7 @@ class ClusterConsumer {
   }
   __device__ void ReleaseBefore(int count) {
     const uint32_t empty =
-        SharedAddress(&shared.empty[(state.unit - count) & ClusterShared::kUnits - 1]);
+        SharedAddress(&shared.empty[(state.stage - count) & ClusterShared::kUnits - 1]);
     Release(empty);
     if (lane() == 0) ReleaseOf(empty, rank ^ 1);
   }
@@ -236,8 +235,8 @@ class ClusterConsumer {
         FenceMatrix();
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          MatrixProduct<T, kClusterBlockColumns>::template Start<true>(
-              out[block], weights[of_half][k], After(values, k * 16 * kClusterRowBytes), true);
+          MatrixProduct<T, kLargeBlockColumns>::template Start<true>(
+              out[block], weights[of_half][k], After(values, k * 16 * kLargeRowBytes), true);
         }
         Advance();
       }
@@ -251,7 +250,7 @@ class ClusterConsumer {
     const uint32_t block = SharedAddress(Block());
 #pragma unroll 1
     for (int i = thread(); i < kClusterBlockBytes / 16; i += kWarpgroupThreads) {
-      if ((stale >> i / (kClusterRowBytes / 16)) & 1) StoreShared16(block + i * 16, zeros);
+      if ((stale >> i / (kLargeRowBytes / 16)) & 1) StoreShared16(block + i * 16, zeros);
     }
     FenceProxy();
     SyncNamed(kHalfBarrier + half(), kWarpgroupThreads);
@@ -353,9 +352,9 @@ class ClusterConsumer {
 
   // Starts to load the queries. All consumers are done with those before: see the end of Store.
   __device__ void LoadQueries(const QTile& tile) {
-    const int chunks = ClusterColumnBlocks(p.k.head_size) * (kClusterBlockColumns / 8);
+    const int chunks = LargeBlocks(p.k.head_size) * (kLargeBlockColumns / 8);
     const uint32_t to = SharedAddress(shared.queries);
-    constexpr int kThreadsOfRow = kClusterConsumers / kClusterRows;
+    constexpr int kThreadsOfRow = kClusterConsumers / kLargeRows;
     const int of_tile = static_cast<int>(threadIdx.x) / kThreadsOfRow;
     const int row = FirstRow(tile) + of_tile;
     const int query = p.by_group_size.Quotient(row);
@@ -366,16 +365,11 @@ class ClusterConsumer {
 #pragma unroll 1
     for (int chunk = threadIdx.x % kThreadsOfRow; chunk < chunks; chunk += kThreadsOfRow) {
       const bool inside = exists && chunk * 8 < p.k.head_size;
-      const uint32_t place = to + chunk / 8 * kClusterBlockBytes + of_tile * kClusterRowBytes +
+      const uint32_t place = to + chunk / 8 * kClusterBlockBytes + of_tile * kLargeRowBytes +
                              (chunk % 8 ^ of_tile % 8) * 16;
       CopyAsync16(place, p.q.data + (inside ? first + chunk * 8 : 0) * 2, inside);
     }
     CommitCopies();
-  }
-
-  template <int kCount>
-  __device__ static auto Flat(float (&c)[kCount][4]) -> float (&)[kCount * 4] {
-    return reinterpret_cast<float (&)[kCount * 4]>(c);
   }
 
   const Problem& p;
@@ -385,7 +379,7 @@ class ClusterConsumer {
   WarpRows rows = {};
   float out[kValueBlocks][32];   // not normalized yet
   float row_max[2], row_sum[2];  // largest score (log2); this lane's share of the sum
-  ClusterState state;
+  PipelineState<ClusterShared::kUnits> state;
   int held = 0;     // units before that one which are not given back
   int kv_tile = 0;  // the present one's masks
 };

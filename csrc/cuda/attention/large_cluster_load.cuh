@@ -19,7 +19,7 @@ class ClusterLoader {
         shared(shared_memory),
         boxes_of_half(kClusterHalfKeys / problem.box_keys),
         half(Lane() / boxes_of_half),
-        offset((Lane() - half * boxes_of_half) * problem.box_keys * kClusterRowBytes),
+        offset((Lane() - half * boxes_of_half) * problem.box_keys * kLargeRowBytes),
         warp(static_cast<int>(threadIdx.x - kClusterConsumers) / 32) {}
 
   // Loads the keys of a segment, kv tile by kv tile: the keys of one come before the values of the
@@ -69,7 +69,7 @@ class ClusterLoader {
   // Whether the next unit is this warp's: to start a copy takes time, so the warps take turns.
   __device__ bool IsMine() const {
     static_assert(ClusterShared::kUnits % kClusterLoaders == 0);
-    return state.unit % kClusterLoaders == warp;
+    return state.stage % kClusterLoaders == warp;
   }
 
   // Starts to load this thread block's block of the next unit, from column `column` on. of_tile:
@@ -77,13 +77,13 @@ class ClusterLoader {
   __device__ void LoadUnit(const CUtensorMap& map, const QTile& tile, const Place& place,
                            int of_tile, int column) {
     if (IsMine()) {
-      const uint32_t full = SharedAddress(&shared.full[state.unit]);
-      WaitBarrier(SharedAddress(&shared.empty[state.unit]), state.parity ^ 1);
+      const uint32_t full = SharedAddress(&shared.full[state.stage]);
+      WaitBarrier(SharedAddress(&shared.empty[state.stage]), state.parity ^ 1);
       if (Lane() == 0) ArriveExpecting(full, 2 * kClusterBlockBytes);
       __syncwarp();
       if (half == of_tile) {
-        LoadBox4Of(3, SharedAddress(shared.units[state.unit][rank]) + offset, &map, full, column,
-                   tile.kv_head, place.token, place.block);
+        LoadBox4Of((1 << kClusterSize) - 1, SharedAddress(shared.units[state.stage][rank]) + offset,
+                   &map, full, column, tile.kv_head, place.token, place.block);
       }
     }
     state.Next();
@@ -92,10 +92,10 @@ class ClusterLoader {
   __device__ void LoadKeys(const QTile& tile, int first, const Place& place) {
     if (IsMine()) NoteKeys(tile, first, place);
     kv_tile = (kv_tile + 1) % ClusterShared::kMasks;
-    const int blocks = ClusterColumnBlocks(p.k.head_size);
+    const int blocks = LargeBlocks(p.k.head_size);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-      LoadUnit(w.k, tile, place, rank, block * kClusterBlockColumns);
+      LoadUnit(w.k, tile, place, rank, block * kLargeBlockColumns);
     }
   }
   __device__ void LoadValues(const QTile& tile, const Place& place) {
@@ -103,7 +103,7 @@ class ClusterLoader {
     for (int of_tile = 0; of_tile < 2; ++of_tile) {
 #pragma unroll 1
       for (int block = 0; block < kValueBlocks; ++block) {
-        LoadUnit(w.v, tile, place, of_tile, (rank * kValueBlocks + block) * kClusterBlockColumns);
+        LoadUnit(w.v, tile, place, of_tile, (rank * kValueBlocks + block) * kLargeBlockColumns);
       }
     }
   }
@@ -135,7 +135,7 @@ class ClusterLoader {
   const int boxes_of_half;
   const int half, offset;  // the lane's box: its half of the kv tile, and its place in a block
   const int warp, rank = ClusterRank();
-  ClusterState state;
+  PipelineState<ClusterShared::kUnits> state;
   int kv_tile = 0;  // the next one's masks
 };
 

@@ -2,22 +2,21 @@
 //
 // Keys and values come in units of two blocks, each 64 rows of 64 columns. Of keys, the blocks are
 // the two halves of a kv tile; of values, they are of one of these halves, the second has the
-// columns of the second warpgroup. In a block the 16-byte chunk c of row r is at place c ^ r % 8.
+// columns of the second warpgroup.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_SHARED_CUH_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_LARGE_CLUSTER_SHARED_CUH_
 
 #include "common/attention_arguments.h"
 #include "cuda/attention/hopper.cuh"
+#include "cuda/attention/large_rows.cuh"
 #include "cuda/attention/large_segments.cuh"
 #include "cuda/attention/mma.cuh"
 
 namespace flashxla::attention {
 
-// Rows of a thread block; keys of a kv tile and of half of it.
-constexpr int kClusterRows = kRestQTileRows, kClusterHalfKeys = 64,
-              kClusterKeys = 2 * kClusterHalfKeys;
-constexpr int kClusterBlockColumns = 64, kClusterRowBytes = 128,
-              kClusterBlockBytes = 64 * kClusterRowBytes;
+// Keys of a kv tile and of half of it.
+constexpr int kClusterHalfKeys = 64, kClusterKeys = 2 * kClusterHalfKeys;
+constexpr int kClusterBlockBytes = 64 * kLargeRowBytes;
 constexpr int kClusterConsumers = 2 * kWarpgroupThreads;
 constexpr int kClusterLoaders = kWarpgroupThreads / 32;  // warps
 constexpr int kClusterThreads = kClusterConsumers + kWarpgroupThreads;
@@ -28,19 +27,14 @@ struct ClusterProblem {
   int box_keys;  // keys per TMA box, which lies in one page
 };
 
-// Blocks of columns of a head.
-__host__ __device__ constexpr int ClusterColumnBlocks(int head_size) {
-  return (head_size + kClusterBlockColumns - 1) / kClusterBlockColumns;
-}
-
 struct alignas(1024) ClusterShared {
   static constexpr int kUnits = 8;
   static constexpr int kMasks = 4;  // kv tiles: more than have units on the way
 
-  char queries[ClusterColumnBlocks(kMaxHeadSize)][kClusterBlockBytes];
+  char queries[LargeBlocks(kMaxHeadSize)][kClusterBlockBytes];
   char units[kUnits][2][kClusterBlockBytes];
   uint4 weights[2][kClusterHalfKeys / 16][kWarpgroupThreads];  // of each half
-  float row_max[2][kClusterRows], row_sum[2][kClusterRows];    // of each half
+  float row_max[2][kLargeRows], row_sum[2][kLargeRows];        // of each half
   // Which keys of a half exist; and which do not, though their boxes are there.
   uint64_t exist[kMasks][2], stale[kMasks][2];
   uint64_t full[kUnits], empty[kUnits];
@@ -57,19 +51,6 @@ struct alignas(1024) ClusterShared {
 #endif
 };
 static_assert(sizeof(ClusterShared) <= 227 * 1024);
-
-#if defined(FLASHXLA_HOPPER)
-
-// Where a warp is in the units, and the parity of the barriers in this round.
-struct ClusterState {
-  int unit = 0;
-  uint32_t parity = 0;
-  __device__ void Next() {
-    if (++unit == ClusterShared::kUnits) unit = 0, parity ^= 1;
-  }
-};
-
-#endif  // FLASHXLA_HOPPER
 
 }  // namespace flashxla::attention
 

@@ -13,19 +13,17 @@
 #include "common/attention_arguments.h"
 #include "cuda/attention/dtypes.cuh"
 #include "cuda/attention/key_loader.cuh"
+#include "cuda/attention/large_rows.cuh"
 #include "cuda/attention/large_segments.cuh"
 #include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/warp_rows.cuh"
 
 namespace flashxla::attention {
 
-constexpr int kLargeRows = kRestQTileRows, kLargeGroups = kLargeRows / 16;
+constexpr int kLargeGroups = kLargeRows / 16;
 constexpr int kLargeWarps = 2 * kLargeGroups, kLargeThreads = 32 * kLargeWarps;
 
-// With kKeys keys of a kv tile, of up to kDims dims. Rows lie in blocks of 64 columns, of 128 bytes
-// a row: in a block the 16-byte chunk c of row r is at place c ^ r % 8, as Hopper's instructions
-// want it and warp-wide loads have no bank conflicts.
-constexpr int kLargeRowBytes = 128, kLargeBlockColumns = 64;
+// With kKeys keys of a kv tile, of up to kDims dims.
 template <int kDims, int kKeys>
 struct alignas(1024) LargeShared {
   static constexpr int kValueDims = std::min(kDims, static_cast<int>(kMaxValueHeadSize));
@@ -169,13 +167,9 @@ class LargeTile {
   __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
   __device__ static int LoadedGroup() { return warp() / kSharing; }
   __device__ static int FirstLoadedBlock() { return warp() % kSharing; }
-  // Blocks of columns that the matrix instructions read: columns past the head size are zeros.
-  __device__ static int Blocks(int head_size) {
-    return (head_size + kLargeBlockColumns - 1) / kLargeBlockColumns;
-  }
   // Columns of the values that a half has.
   __device__ int HalfColumns() const {
-    return max(Blocks((p.v.head_size + 1) / 2) * kLargeBlockColumns, kLeastHalfDims);
+    return max(LargeBlocks((p.v.head_size + 1) / 2) * kLargeBlockColumns, kLeastHalfDims);
   }
   __device__ float SumOf(int r) const {
     return shared.row_sum[0][Row(r)] + shared.row_sum[1][Row(r)];
@@ -193,7 +187,7 @@ class LargeTile {
 
   __device__ void LoadQueries(const QTile& tile) {
     constexpr int kChunks = kDims / 8;
-    const int columns = Blocks(p.k.head_size) * kLargeBlockColumns;
+    const int columns = LargeBlocks(p.k.head_size) * kLargeBlockColumns;
     const uint32_t to = SharedAddress(shared.queries);
     for (int i = threadIdx.x; i < kLargeRows * kChunks; i += kLargeThreads) {
       const int d = i % kChunks * 8, row = tile.first_row + i / kChunks;
@@ -246,7 +240,7 @@ class LargeTile {
     }
     const uint32_t place = PlaceOf(stage, LoadedVector());
 #pragma unroll 3
-    for (int block = FirstLoadedBlock(); block < Blocks(c.head_size); block += kSharing) {
+    for (int block = FirstLoadedBlock(); block < LargeBlocks(c.head_size); block += kSharing) {
       const int column = block * kLargeBlockColumns + LoadedVector() * (16 / kBytes);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -275,7 +269,7 @@ class LargeTile {
     // meet in a bank.
     const uint32_t raw_place = PlaceOf(stage, LoadedVector());
     const uint32_t wide_place = PlaceOf(stage, LoadedVector() * 2 + Late());
-    const int blocks = Blocks(c.head_size);
+    const int blocks = LargeBlocks(c.head_size);
 #pragma unroll 1
     for (int first = FirstLoadedBlock(); first < blocks; first += kTogether * kSharing) {
       uint4 raw[kTogether];
@@ -307,7 +301,7 @@ class LargeTile {
     const uint64_t queries = MatrixDescriptor(SharedAddress(shared.queries), 0);
     const uint64_t keys =
         MatrixDescriptor(SharedAddress(shared.keys) + half() * kBlockBytes / 2, 0);
-    const int blocks = Blocks(p.k.head_size);
+    const int blocks = LargeBlocks(p.k.head_size);
     // A group for each block: around the loop, ptxas would add fences of its own.
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
@@ -355,11 +349,6 @@ class LargeTile {
     CommitMatrix();
   }
 
-  template <int kCount>
-  __device__ static auto Flat(float (&c)[kCount][4]) -> float (&)[kCount * 4] {
-    return reinterpret_cast<float (&)[kCount * 4]>(c);
-  }
-
 #else
 
   __device__ static void ShowStores() {}
@@ -368,7 +357,7 @@ class LargeTile {
 
   // The dot products of the 16 rows with the half's keys.
   __device__ void StartScores(float (&score)[kTiles][4]) const {
-    const int steps = Blocks(p.k.head_size) * 4;
+    const int steps = LargeBlocks(p.k.head_size) * 4;
     const uint32_t queries = SharedAddress(shared.queries) +
                              (group() * 16 + lane() % 16) * kLargeRowBytes +
                              (lane() / 16 ^ lane() % 8) * 16;

@@ -18,6 +18,12 @@ namespace flashxla::attention {
 template <typename T, int kColumns>
 struct MatrixProduct;
 
+// Sums by 8 columns, as MatrixProduct takes them.
+template <int kCount>
+__device__ inline auto Flat(float (&c)[kCount][4]) -> float (&)[kCount * 4] {
+  return reinterpret_cast<float (&)[kCount * 4]>(c);
+}
+
 #define FLASHXLA_NAMES_4 "%0, %1, %2, %3"
 #define FLASHXLA_NAMES_8 FLASHXLA_NAMES_4 ", %4, %5, %6, %7"
 #define FLASHXLA_NAMES_16 FLASHXLA_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"

@@ -28,8 +28,8 @@ constexpr int kFewKvTileKeys = 64;
 // At most: see FewShape. Swap has q tiles of all three sizes.
 constexpr int kSplitQTileRows = 16, kSwapMidRows = 32, kSwapQTileRows = 128;
 constexpr int kRestQTileRows = 64;
-// Of two thread blocks that share what they load: see large_cluster.cu.
-constexpr int kClusterQTileRows = 2 * kRestQTileRows;
+// Of a cluster of so many thread blocks, which share what they load: see large_cluster.cu.
+constexpr int kClusterSize = 2, kClusterQTileRows = kClusterSize * kRestQTileRows;
 
 // With fewer queries than this most of a q tile for many queries would be empty. Where it has all
 // heads that share a KV head, the limit is that of few queries, MaxFewRows; but never less than

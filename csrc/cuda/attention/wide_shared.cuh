@@ -265,17 +265,6 @@ struct WideShared {
   }
 };
 
-// A position in a ring of stages, and the parity of the barriers in this round.
-template <int kStages>
-struct PipelineState {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 #endif  // FLASHXLA_HOPPER
 
 }  // namespace flashxla::attention
