@@ -19,16 +19,19 @@ namespace flashxla::attention {
 
 // T: of queries, keys and values; kValueBlocks: blocks of values that each warpgroup has.
 template <typename T, int kValueBlocks>
-class ClusterConsumer {
+class ClusterConsumer : LargeHalf {
  public:
   // partials: the shape of partial results; null if there are none.
   __device__ ClusterConsumer(const Problem& problem, const PartialShape* partials,
                              ClusterShared& shared_memory)
-      : p(problem), partial_shape(partials), shared(shared_memory) {}
+      : LargeHalf(shared_memory.exchange),
+        p(problem),
+        partial_shape(partials),
+        shared(shared_memory) {}
 
   // Computes this thread block's rows of a segment.
   __device__ void Compute(const LargeSegment& segment) {
-    Attend(segment.tile, segment.begin, segment.end);
+    Attend(segment.tile, FromFirstLane(segment.begin), FromFirstLane(segment.end));
     segment.partial == nullptr ? Store(segment.tile) : StorePartial(segment.tile, segment.partial);
   }
 
@@ -37,8 +40,7 @@ class ClusterConsumer {
   __device__ void Attend(const QTile& tile, int begin, int end) {
     LoadQueries(tile);
     rows.Begin(p, tile.s, tile.index, tile.kv_head, FirstRow(tile) + group() * 16);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.f;
+    BeginRows();
 #pragma unroll
     for (int block = 0; block < kValueBlocks; ++block) {
 #pragma unroll
@@ -50,26 +52,23 @@ class ClusterConsumer {
     if (begin < end) {
       float score[kTiles][4];
       uint32_t weights[2][kSteps][4];  // of each half of the keys
-#pragma unroll 1
-      for (int block = 0; block < LargeBlocks(p.k.head_size); ++block) StartScores(score, block);
+      StartScores(score, LargeBlocks(p.k.head_size));
       GiveBack();
       Pin(Flat(score));
 #pragma unroll 1
       for (int key = begin; key < end; key += kClusterKeys) {
-        Score(key + half() * kClusterHalfKeys, score);
+        Score(key + half * kClusterHalfKeys, score);
         GiveMax(score);
         Sync();  // the largest scores are there; all have read the weights before
         float factor[2];
         uint32_t mine[kSteps][4];
-        const bool changed = Weigh(score, factor, mine);
+        const bool changed = WeighKeys(score, factor, mine);
         Sync();  // the weights are there; all have read the largest scores
         GiveBack();
 #pragma unroll
         for (int block = 0; block < kValueBlocks; ++block) Pin(out[block]);
         if (changed) Rescale(factor);
-        const int blocks = key + kClusterKeys < end ? LargeBlocks(p.k.head_size) : 0;
-#pragma unroll 1
-        for (int block = 0; block < blocks; ++block) StartScores(score, block);
+        StartScores(score, key + kClusterKeys < end ? LargeBlocks(p.k.head_size) : 0);
         TakeWeights(mine, weights);
         AddValues(weights);
         FinishScores(score);
@@ -89,17 +88,16 @@ class ClusterConsumer {
     constexpr int kStride = 2 * kColumns * 2 + 16;  // bytes of a row: no two lanes meet in a bank
     static_assert(kLargeRows * kStride <= sizeof(shared.queries));
     const float value_scale = p.ValueScale(tile.index, tile.kv_head);
-    char* const rows_of_warp = shared.queries[0] + group() * 16 * kStride + half() * kColumns * 2;
+    char* const rows_of_warp = shared.queries[0] + group() * 16 * kStride + half * kColumns * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = FirstRow(tile) + Row(r);
-      const int query = p.by_group_size.Quotient(row);
-      const int head = tile.kv_head * p.group_size + row - query * p.group_size;
+      const RowPlace place = p.PlaceOf(tile.s.first_query, tile.kv_head, row);
       float factor = 0.f;
       if (row < tile.NumRows(p)) {
-        const RowEnd end = {row_max[r], SumOf(r), p.Sink(head)};
+        const RowEnd end = {row_max[r], SumOf(r), p.Sink(place.head)};
         factor = end.Factor() * value_scale;
-        if (half() == 0 && lane() % 4 == 0) p.StoreLse(tile.s.first_query + query, head, end);
+        if (half == 0 && lane() % 4 == 0) p.StoreLse(place.token, place.head, end);
       }
       char* const to = rows_of_warp + (lane() / 4 + 8 * r) * kStride + lane() % 4 * 4;
 #pragma unroll
@@ -109,17 +107,15 @@ class ClusterConsumer {
       }
     }
     __syncwarp();
-    const int columns = min(p.v.head_size - half() * kColumns, kColumns);
+    const int columns = min(p.v.head_size - half * kColumns, kColumns);
     const int first_row = FirstRow(tile) + group() * 16;
     const int count = min(tile.NumRows(p) - first_row, 16);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      const int query = p.by_group_size.Quotient(first_row + i);
-      const int head = tile.kv_head * p.group_size + first_row + i - query * p.group_size;
+      const RowPlace place = p.PlaceOf(tile.s.first_query, tile.kv_head, first_row + i);
       const char* const from = rows_of_warp + i * kStride;
-      auto* const to = reinterpret_cast<uint16_t*>(p.out.data) +
-                       (tile.s.first_query + query) * p.out.stride_token +
-                       head * p.out.stride_head + half() * kColumns * p.out.stride_dim;
+      auto* const to = reinterpret_cast<uint16_t*>(p.out.data) + place.token * p.out.stride_token +
+                       place.head * p.out.stride_head + half * kColumns * p.out.stride_dim;
       if (p.out_unit == 16) {
         const int d = lane() * 8;
         if (d < columns) {
@@ -138,12 +134,12 @@ class ClusterConsumer {
   // Writes a partial result.
   __device__ void StorePartial(const QTile& tile, float* partial) const {
     const PartialShape& shape = *partial_shape;
-    const int first = half() * kColumns + lane() % 4 * 2, columns = p.v.head_size - first;
+    const int first = half * kColumns + lane() % 4 * 2, columns = p.v.head_size - first;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (FirstRow(tile) + Row(r) >= tile.NumRows(p)) continue;
       const int row = rank * kLargeRows + Row(r);
-      if (half() == 0 && lane() % 4 == 0) {
+      if (half == 0 && lane() % 4 == 0) {
         partial[shape.row_max() + row] = row_max[r], partial[shape.row_sum() + row] = SumOf(r);
       }
       float* const to = partial + row * shape.dims + first;
@@ -162,21 +158,16 @@ class ClusterConsumer {
   // Named barriers: of all consumers, and of each warpgroup.
   static constexpr int kBarrier = 1, kHalfBarrier = 2;
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
-  __device__ static int half() { return static_cast<int>(threadIdx.x) / kWarpgroupThreads; }
-  __device__ static int group() { return static_cast<int>(threadIdx.x) / 32 % 4; }
   __device__ static int thread() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
   // The first of this thread block's rows.
   __device__ int FirstRow(const QTile& tile) const { return tile.first_row + rank * kLargeRows; }
-  // The one of these that is this lane's r-th.
-  __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
   __device__ static void Sync() { SyncNamed(kBarrier, kClusterConsumers); }
 
   // Units.
 
   __device__ void Await() { WaitBarrier(SharedAddress(&shared.full[state.stage]), state.parity); }
   // This warpgroup's block of the next unit.
-  __device__ char* Block() const { return shared.units[state.stage][half()]; }
+  __device__ char* Block() const { return shared.units[state.stage][half]; }
   // The products with the unit have been started.
   __device__ void Advance() {
     CommitMatrix();
@@ -202,19 +193,22 @@ class ClusterConsumer {
 
   // Products.
 
-  // Adds a block of columns to the dot products of the 64 rows with the half's keys.
-  __device__ __forceinline__ void StartScores(float (&score)[kTiles][4], int block) {
-    const uint64_t queries =
-        MatrixDescriptor(SharedAddress(shared.queries) + block * kClusterBlockBytes, 0);
-    Await();
-    const uint64_t keys = MatrixDescriptor(SharedAddress(Block()), 0);
-    FenceMatrix();
+  // The dot products of the 64 rows with the half's keys, of so many blocks of columns.
+  __device__ __forceinline__ void StartScores(float (&score)[kTiles][4], int blocks) {
+    const uint64_t queries = MatrixDescriptor(SharedAddress(shared.queries), 0);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      Await();
+      const uint64_t keys = MatrixDescriptor(SharedAddress(Block()), 0);
+      FenceMatrix();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      MatrixProduct<T, kClusterHalfKeys>::Start(Flat(score), After(queries, k * 32),
-                                                After(keys, k * 32), block > 0 || k > 0);
+      for (int k = 0; k < 4; ++k) {
+        MatrixProduct<T, kClusterHalfKeys>::Start(
+            Flat(score), After(queries, block * kClusterBlockBytes + k * 32), After(keys, k * 32),
+            block > 0 || k > 0);
+      }
+      Advance();
     }
-    Advance();
   }
   // After more than kLag units more.
   __device__ __forceinline__ void FinishScores(float (&score)[kTiles][4]) {
@@ -253,14 +247,14 @@ class ClusterConsumer {
       if ((stale >> i / (kLargeRowBytes / 16)) & 1) StoreShared16(block + i * 16, zeros);
     }
     FenceProxy();
-    SyncNamed(kHalfBarrier + half(), kWarpgroupThreads);
+    SyncNamed(kHalfBarrier + half, kWarpgroupThreads);
   }
 
   // Softmax.
 
   __device__ __forceinline__ void Score(int first, float (&score)[kTiles][4]) {
     static_assert(kTiles == 8);
-    const uint64_t exist = shared.exist[kv_tile][half()];
+    const uint64_t exist = shared.exist[kv_tile][half];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       rows.Score(p, first + i * 32, static_cast<uint32_t>(exist >> i * 32),
@@ -268,49 +262,19 @@ class ClusterConsumer {
     }
   }
 
-  // Puts the rows' largest scores where the other warpgroup finds them.
-  __device__ __forceinline__ void GiveMax(const float (&score)[kTiles][4]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float high = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        high = fmaxf(high, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
-      }
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
-      if (lane() % 4 == 0) shared.row_max[half()][Row(r)] = high;
-    }
-  }
-
   // Turns scores into weights, in the order of the products' operands, and gives them to the other
   // warpgroup, whose threads have the same rows. factor: of what came before. Returns whether that
   // is to be multiplied by it.
-  __device__ __forceinline__ bool Weigh(const float (&score)[kTiles][4], float (&factor)[2],
-                                        uint32_t (&weights)[kSteps][4]) {
-    bool changed = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float new_max =
-          fmaxf(row_max[r], fmaxf(shared.row_max[0][Row(r)], shared.row_max[1][Row(r)]));
-      const float base = SoftmaxBase(new_max);
-      factor[r] = Exp2(row_max[r] - base);
-      changed = changed || new_max != row_max[r];
-      row_max[r] = new_max;
-      float added = 0.f;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const float x = Exp2(score[n][2 * r] - base), y = Exp2(score[n][2 * r + 1] - base);
-        added += x + y;
-        weights[n / 2][n % 2 * 2 + r] = Pack<T>(x, y);
-      }
-      row_sum[r] = row_sum[r] * factor[r] + added;
-    }
+  __device__ __forceinline__ bool WeighKeys(const float (&score)[kTiles][4], float (&factor)[2],
+                                            uint32_t (&weights)[kSteps][4]) {
+    const bool changed = Weigh(score, factor, [&](int r, int n, float x, float y) {
+      weights[n / 2][n % 2 * 2 + r] = Pack<T>(x, y);
+    });
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      StoreShared16(SharedAddress(&shared.weights[half()][k][thread()]), weights[k]);
+      StoreShared16(SharedAddress(&shared.weights[half][k][thread()]), weights[k]);
     }
-    return __any_sync(kAllLanes, changed);
+    return changed;
   }
 
   // mine: this half's.
@@ -318,12 +282,12 @@ class ClusterConsumer {
                                               uint32_t (&weights)[2][kSteps][4]) const {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const uint4 x = LoadShared<uint4>(SharedAddress(&shared.weights[half() ^ 1][k][thread()]));
+      const uint4 x = LoadShared<uint4>(SharedAddress(&shared.weights[half ^ 1][k][thread()]));
       const uint32_t others[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        weights[0][k][i] = half() == 0 ? mine[k][i] : others[i];
-        weights[1][k][i] = half() == 0 ? others[i] : mine[k][i];
+        weights[0][k][i] = half == 0 ? mine[k][i] : others[i];
+        weights[1][k][i] = half == 0 ? others[i] : mine[k][i];
       }
     }
   }
@@ -336,20 +300,6 @@ class ClusterConsumer {
     }
   }
 
-  // Puts this half's share of the rows' sums where the other warpgroup finds it.
-  __device__ void GiveSum() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = row_sum[r];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      if (lane() % 4 == 0) shared.row_sum[half()][Row(r)] = sum;
-    }
-  }
-  __device__ float SumOf(int r) const {
-    return shared.row_sum[0][Row(r)] + shared.row_sum[1][Row(r)];
-  }
-
   // Starts to load the queries. All consumers are done with those before: see the end of Store.
   __device__ void LoadQueries(const QTile& tile) {
     const int chunks = LargeBlocks(p.k.head_size) * (kLargeBlockColumns / 8);
@@ -357,11 +307,9 @@ class ClusterConsumer {
     constexpr int kThreadsOfRow = kClusterConsumers / kLargeRows;
     const int of_tile = static_cast<int>(threadIdx.x) / kThreadsOfRow;
     const int row = FirstRow(tile) + of_tile;
-    const int query = p.by_group_size.Quotient(row);
-    const int head = tile.kv_head * p.group_size + row - query * p.group_size;
+    const RowPlace from = p.PlaceOf(tile.s.first_query, tile.kv_head, row);
     const bool exists = row < tile.NumRows(p);
-    const int64_t first =
-        exists ? (tile.s.first_query + query) * p.q.stride_token + head * p.q.stride_head : 0;
+    const int64_t first = exists ? from.token * p.q.stride_token + from.head * p.q.stride_head : 0;
 #pragma unroll 1
     for (int chunk = threadIdx.x % kThreadsOfRow; chunk < chunks; chunk += kThreadsOfRow) {
       const bool inside = exists && chunk * 8 < p.k.head_size;
@@ -377,8 +325,7 @@ class ClusterConsumer {
   ClusterShared& shared;
   const int rank = ClusterRank();
   WarpRows rows = {};
-  float out[kValueBlocks][32];   // not normalized yet
-  float row_max[2], row_sum[2];  // largest score (log2); this lane's share of the sum
+  float out[kValueBlocks][32];  // not normalized yet
   PipelineState<ClusterShared::kUnits> state;
   int held = 0;     // units before that one which are not given back
   int kv_tile = 0;  // the present one's masks

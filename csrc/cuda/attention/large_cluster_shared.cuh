@@ -8,7 +8,7 @@
 
 #include "common/attention_arguments.h"
 #include "cuda/attention/hopper.cuh"
-#include "cuda/attention/large_rows.cuh"
+#include "cuda/attention/large_half.cuh"
 #include "cuda/attention/large_segments.cuh"
 #include "cuda/attention/mma.cuh"
 
@@ -34,7 +34,7 @@ struct alignas(1024) ClusterShared {
   char queries[LargeBlocks(kMaxHeadSize)][kClusterBlockBytes];
   char units[kUnits][2][kClusterBlockBytes];
   uint4 weights[2][kClusterHalfKeys / 16][kWarpgroupThreads];  // of each half
-  float row_max[2][kLargeRows], row_sum[2][kLargeRows];        // of each half
+  LargeExchange exchange;
   // Which keys of a half exist; and which do not, though their boxes are there.
   uint64_t exist[kMasks][2], stale[kMasks][2];
   uint64_t full[kUnits], empty[kUnits];

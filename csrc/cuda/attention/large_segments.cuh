@@ -32,12 +32,13 @@ __device__ void ForEachRestSegment(const Problem& p, int rows, int first, int st
 template <typename Body>
 __device__ SplitTile ForEachSplitSegment(const Problem& p, const SplitWorkspace& workspace,
                                          int kv_head, int block, Body&& body) {
-  const FewBlock steps = p.plan.few_blocks[block];
+  const FewBlock steps = ReadTogether(&p.plan.few_blocks[block]);
   if (steps.begin >= steps.end) return {};
   Cursor at(p, p.plan.sequences, steps);
 #pragma unroll 1
   while (true) {  // q tiles
-    const int first = at.step, end = min(at.tile_end, steps.end), first_key = at.first_key();
+    const int first = at.step, end = FromFirstLane(min(at.tile_end, steps.end));
+    const int first_key = at.first_key();
     const bool whole = first == at.tile_start && end == at.tile_end;
     body(LargeSegment{{at.index, kv_head, at.sequence, at.first_row},
                       first_key,

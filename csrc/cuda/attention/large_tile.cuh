@@ -13,14 +13,13 @@
 #include "common/attention_arguments.h"
 #include "cuda/attention/dtypes.cuh"
 #include "cuda/attention/key_loader.cuh"
-#include "cuda/attention/large_rows.cuh"
+#include "cuda/attention/large_half.cuh"
 #include "cuda/attention/large_segments.cuh"
 #include "cuda/attention/matrix_product.cuh"
 #include "cuda/attention/warp_rows.cuh"
 
 namespace flashxla::attention {
 
-constexpr int kLargeGroups = kLargeRows / 16;
 constexpr int kLargeWarps = 2 * kLargeGroups, kLargeThreads = 32 * kLargeWarps;
 
 // With kKeys keys of a kv tile, of up to kDims dims.
@@ -33,29 +32,32 @@ struct alignas(1024) LargeShared {
   char keys[kDims / kLargeBlockColumns][kKeys * kLargeRowBytes];
   char values[kValueDims / kLargeBlockColumns][kKeys * kLargeRowBytes];
   char weights[kLargeRows * kLargeRowBytes];
-  float row_max[2][kLargeRows], row_sum[2][kLargeRows];  // of each half of the keys
-  uint32_t masks[kKeys / 8];                             // which of 8 keys exist
+  LargeExchange exchange;
+  uint32_t masks[kKeys / 8];  // which of 8 keys exist
 };
 
 // kFp8: of keys and values. Queries are fp8, too, or T.
 template <typename T, int kDims, int kKeys, bool kFp8>
-class LargeTile {
+class LargeTile : LargeHalf {
  public:
   using Shared = LargeShared<kDims, kKeys>;
   // Of weights and values. float16 holds all fp8 numbers, and takes less time to widen to.
   using Weight = std::conditional_t<kFp8, __half, T>;
 
   __device__ LargeTile(const Problem& problem, char* memory)
-      : p(problem), shared(*reinterpret_cast<Shared*>(memory)) {}
+      : LargeTile(problem, *reinterpret_cast<Shared*>(memory)) {}
 
   // All threads of the block must call this. partials: their shape, where the result may be one.
   __device__ void Compute(const LargeSegment& segment, const PartialShape* partials = nullptr) {
-    Attend(segment.tile, segment.begin, segment.end);
+    Attend(segment.tile, FromFirstLane(segment.begin), FromFirstLane(segment.end));
     segment.partial == nullptr ? Store(segment.tile)
                                : StorePartial(segment.tile, *partials, segment.partial);
   }
 
  private:
+  __device__ LargeTile(const Problem& problem, Shared& shared_memory)
+      : LargeHalf(shared_memory.exchange), p(problem), shared(shared_memory) {}
+
   // Computes a q tile's rows with those keys of [begin, end) that they see. `begin` is a multiple
   // of kKeys.
   __device__ void Attend(const QTile& tile, int begin, int end) {
@@ -74,14 +76,13 @@ class LargeTile {
     };
     load_keys();
     rows.Begin(p, tile.s, tile.index, tile.kv_head, tile.first_row + group() * 16);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.f;
+    BeginRows();
 #pragma unroll
     for (int n = 0; n < kHalfDims / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[n][i] = 0.f;
     }
-    const int mine = half() * kKeys / 2;  // this half's first key of a kv tile
+    const int mine = half * kKeys / 2;  // this half's first key of a kv tile
 #pragma unroll 1
     for (int key = begin; key < end; key += kKeys) {
       WaitCopies<0>();
@@ -97,14 +98,14 @@ class LargeTile {
       uint32_t mask = 0;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        mask |= shared.masks[half() * kTiles + i] << i * 8;
+        mask |= shared.masks[half * kTiles + i] << i * 8;
       }
       FinishScores(score);
       rows.Score(p, key + mine, mask, score);
       GiveMax(score);
       __syncthreads();  // the largest scores are there; all have used the keys
       load_keys();
-      Weigh(score);
+      WeighKeys(score);
       WaitCopies<1>();
       if constexpr (kFp8) WidenRows<Weight>(p.v, shared.values[0]);
       ShowStores();
@@ -124,16 +125,15 @@ class LargeTile {
     for (int r = 0; r < 2; ++r) {
       const int row = tile.first_row + Row(r);
       if (row >= tile.NumRows(p)) continue;
-      const int token = tile.s.first_query + row / p.group_size;
-      const int head = tile.kv_head * p.group_size + row % p.group_size;
-      const RowEnd end = {row_max[r], SumOf(r), p.Sink(head)};
+      const RowPlace place = p.PlaceOf(tile.s.first_query, tile.kv_head, row);
+      const RowEnd end = {row_max[r], SumOf(r), p.Sink(place.head)};
       const float factor = end.Factor() * value_scale;
-      if (half() == 0 && lane() % 4 == 0) p.StoreLse(token, head, end);
+      if (half == 0 && lane() % 4 == 0) p.StoreLse(place.token, place.head, end);
       ForEachPair(r, [&](int d, float x, float y) {
         const float pair[2] = {x * factor, y * factor};
-        if (p.out_pairs) return p.StoreOutPair(token, head, d, pair);
-        p.StoreOut(token, head, d, pair[0]);
-        if (d + 1 < p.v.head_size) p.StoreOut(token, head, d + 1, pair[1]);
+        if (p.out_pairs) return p.StoreOutPair(place.token, place.head, d, pair);
+        p.StoreOut(place.token, place.head, d, pair[0]);
+        if (d + 1 < p.v.head_size) p.StoreOut(place.token, place.head, d + 1, pair[1]);
       });
     }
   }
@@ -144,7 +144,7 @@ class LargeTile {
     for (int r = 0; r < 2; ++r) {
       const int row = Row(r);
       if (tile.first_row + row >= tile.NumRows(p)) continue;
-      if (half() == 0 && lane() % 4 == 0) {
+      if (half == 0 && lane() % 4 == 0) {
         partial[shape.row_max() + row] = row_max[r], partial[shape.row_sum() + row] = SumOf(r);
       }
       ForEachPair(r, [&](int d, float x, float y) {
@@ -159,28 +159,18 @@ class LargeTile {
   static constexpr int kHalfDims = Shared::kValueDims / 2, kLeastHalfDims = 128;
   static constexpr int kBlockBytes = kKeys * kLargeRowBytes;  // of keys and values
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
-  __device__ static int half() { return warp() / kLargeGroups; }
-  __device__ static int group() { return warp() % kLargeGroups; }
-  // The tile's row that is this lane's r-th.
-  __device__ static int Row(int r) { return group() * 16 + lane() / 4 + 8 * r; }
   __device__ static int LoadedGroup() { return warp() / kSharing; }
   __device__ static int FirstLoadedBlock() { return warp() % kSharing; }
   // Columns of the values that a half has.
   __device__ int HalfColumns() const {
     return max(LargeBlocks((p.v.head_size + 1) / 2) * kLargeBlockColumns, kLeastHalfDims);
   }
-  __device__ float SumOf(int r) const {
-    return shared.row_sum[0][Row(r)] + shared.row_sum[1][Row(r)];
-  }
-
   // Calls body(d, x, y) for this lane's results in columns d and d + 1 of its r-th row.
   template <typename Body>
   __device__ void ForEachPair(int r, Body&& body) const {
 #pragma unroll
     for (int n = 0; n < kHalfDims / 8; ++n) {
-      const int d = half() * HalfColumns() + n * 8 + lane() % 4 * 2;
+      const int d = half * HalfColumns() + n * 8 + lane() % 4 * 2;
       if (n * 8 < HalfColumns() && d < p.v.head_size) body(d, out[n][2 * r], out[n][2 * r + 1]);
     }
   }
@@ -192,11 +182,10 @@ class LargeTile {
     for (int i = threadIdx.x; i < kLargeRows * kChunks; i += kLargeThreads) {
       const int d = i % kChunks * 8, row = tile.first_row + i / kChunks;
       if (d >= columns) continue;
-      const int query = p.by_group_size.Quotient(row);
-      const int head = tile.kv_head * p.group_size + row - query * p.group_size;
+      const RowPlace from = p.PlaceOf(tile.s.first_query, tile.kv_head, row);
       const bool exists = row < tile.NumRows(p) && d < p.k.head_size;
       const int64_t offset =
-          exists ? (tile.s.first_query + query) * p.q.stride_token + head * p.q.stride_head + d : 0;
+          exists ? from.token * p.q.stride_token + from.head * p.q.stride_head + d : 0;
       const uint32_t place = to + d / kLargeBlockColumns * kLargeRows * kLargeRowBytes +
                              i / kChunks * kLargeRowBytes + (d / 8 % 8 ^ i / kChunks % 8) * 16;
       if (kFp8 && p.q_dtype != p.out_dtype) {  // of fp8
@@ -299,8 +288,7 @@ class LargeTile {
   // The dot products of the 64 rows with the half's keys.
   __device__ void StartScores(float (&score)[kTiles][4]) const {
     const uint64_t queries = MatrixDescriptor(SharedAddress(shared.queries), 0);
-    const uint64_t keys =
-        MatrixDescriptor(SharedAddress(shared.keys) + half() * kBlockBytes / 2, 0);
+    const uint64_t keys = MatrixDescriptor(SharedAddress(shared.keys) + half * kBlockBytes / 2, 0);
     const int blocks = LargeBlocks(p.k.head_size);
     // A group for each block: around the loop, ptxas would add fences of its own.
 #pragma unroll 1
@@ -337,7 +325,7 @@ class LargeTile {
   __device__ void AddValues() {
     const uint64_t weights = MatrixDescriptor(SharedAddress(shared.weights), 0);
     const uint64_t values = MatrixDescriptor(
-        SharedAddress(shared.values) + half() * (kColumns / kLargeBlockColumns) * kBlockBytes,
+        SharedAddress(shared.values) + half * (kColumns / kLargeBlockColumns) * kBlockBytes,
         kBlockBytes);
     FenceMatrix();
 #pragma unroll
@@ -362,7 +350,7 @@ class LargeTile {
                              (group() * 16 + lane() % 16) * kLargeRowBytes +
                              (lane() / 16 ^ lane() % 8) * 16;
     const uint32_t keys = SharedAddress(shared.keys) +
-                          (half() * kKeys / 2 + lane() % 8 + lane() / 16 * 8) * kLargeRowBytes +
+                          (half * kKeys / 2 + lane() % 8 + lane() / 16 * 8) * kLargeRowBytes +
                           (lane() / 8 % 2 ^ lane() % 8) * 16;
     constexpr int kStages = 2;
     uint32_t a[kStages][4], b[kStages][kTiles / 2][4];
@@ -405,7 +393,7 @@ class LargeTile {
                              (group() * 16 + lane() % 16) * kLargeRowBytes +
                              (lane() / 16 ^ lane() % 8) * 16;
     const uint32_t values =
-        SharedAddress(shared.values) + half() * (HalfColumns() / kLargeBlockColumns) * kBlockBytes +
+        SharedAddress(shared.values) + half * (HalfColumns() / kLargeBlockColumns) * kBlockBytes +
         (lane() % 8 + lane() / 8 % 2 * 8) * kLargeRowBytes + (lane() / 16 ^ lane() % 8) * 16;
 #pragma unroll 1
     for (int k = 0; k < kKeys / 16; ++k) {
@@ -430,45 +418,15 @@ class LargeTile {
 
 #endif  // FLASHXLA_HOPPER
 
-  // Puts the rows' largest scores where the other half's warp finds them.
-  __device__ void GiveMax(const float (&score)[kTiles][4]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float high = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        high = fmaxf(high, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
-      }
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
-      if (lane() % 4 == 0) shared.row_max[half()][Row(r)] = high;
-    }
-  }
-
   // Turns scores into weights, and puts these into shared memory.
-  __device__ void Weigh(float (&score)[kTiles][4]) {
+  __device__ void WeighKeys(const float (&score)[kTiles][4]) {
     float factor[2];
-    bool changed = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float new_max =
-          fmaxf(row_max[r], fmaxf(shared.row_max[0][Row(r)], shared.row_max[1][Row(r)]));
-      const float base = SoftmaxBase(new_max);
-      factor[r] = Exp2(row_max[r] - base);
-      changed = changed || new_max != row_max[r];
-      row_max[r] = new_max;
+    const bool changed = Weigh(score, factor, [&](int r, int n, float x, float y) {
       char* const row = shared.weights + Row(r) * kLargeRowBytes + lane() % 4 * 4;
-      float added = 0.f;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const float x = Exp2(score[n][2 * r] - base), y = Exp2(score[n][2 * r + 1] - base);
-        added += x + y;
-        *reinterpret_cast<uint32_t*>(row + ((half() * kTiles + n) ^ Row(r) % 8) * 16) =
-            Pack<Weight>(x, y);
-      }
-      row_sum[r] = row_sum[r] * factor[r] + added;
-    }
-    if (!__any_sync(kAllLanes, changed)) return;
+      *reinterpret_cast<uint32_t*>(row + ((half * kTiles + n) ^ Row(r) % 8) * 16) =
+          Pack<Weight>(x, y);
+    });
+    if (!changed) return;
 #pragma unroll
     for (int n = 0; n < kHalfDims / 8; ++n) {
 #pragma unroll
@@ -476,22 +434,10 @@ class LargeTile {
     }
   }
 
-  // Puts this half's share of the rows' sums where the other half's warp finds it.
-  __device__ void GiveSum() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = row_sum[r];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      if (lane() % 4 == 0) shared.row_sum[half()][Row(r)] = sum;
-    }
-  }
-
   const Problem& p;
   Shared& shared;
   WarpRows rows;
-  float out[kHalfDims / 8][4];   // not normalized yet
-  float row_max[2], row_sum[2];  // largest score (log2); this lane's share of the sum
+  float out[kHalfDims / 8][4];  // not normalized yet
 };
 
 }  // namespace flashxla::attention

@@ -68,6 +68,8 @@ struct Together {
   }
 };
 // x of the first lane, for all lanes: the compiler does not know that they have the same already.
+// What follows from x can be in uniform registers then. Matrix instructions take their operands'
+// descriptors from these, so that stages and counts of loops around them are best found from such.
 template <typename T>
 __device__ T FromFirstLane(T x) {
 #pragma unroll
