@@ -408,6 +408,13 @@ def wide_call(rng: Rng) -> Call:
     return wide_attention_call(rng, wide(rng))
 
 
+def e4m3_call(rng: Rng) -> Call:
+    """wide, with products of e4m3."""
+    sizes = pick(rng, wide, chunks)(rng)
+    dim = math.ceil(sizes.dim / 16) * 16
+    return wide_attention_call(rng, sizes._replace(q_dtype=FP8[0], element=FP8[0], dim=dim))
+
+
 def odd_call(rng: Rng) -> Call:
     """wide and swap, with heads that do not all begin and end at multiples of 16 bytes, but at those of 4."""
     sizes = pick(rng, wide, chunks, few_queries)(rng)
@@ -435,63 +442,51 @@ def tile32_call(rng: Rng) -> Call:
     return driver.attention_call(rng, other_values(rng, tile32(rng)))
 
 
-def large_call(rng: Rng) -> Call:
-    """large and large_split: head sizes above 128 and above 256; few queries and many."""
-    dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (64, 264), (512, 72), (200, 200))
-    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
-    len_q = rng.permutation([*rng.integers(0, 4, 2), rng.integers(17, 60)])
-    sizes = Sizes(
-        q_dtype=q_dtype,
-        element=element_of(rng, q_dtype),
-        kv_heads=int(rng.integers(1, 3)),
-        group=int(rng.integers(4, 9)),
-        dim=dim,
-        len_q=len_q,
-        len_k=lengths(rng, len_q, 200),
-        page=page_size(rng),
-        v_dim=v_dim,
-    )
-    return bounded(rng, driver.attention_call(rng, sizes), always=True)
-
-
-def large_few_call(rng: Rng) -> Call:
-    """swap, with head sizes above 256: at most 16 rows of a KV head."""
-    dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (300, 264), (64, 504))
-    group = int(pick(rng, 1, 4, 9, 16))
-    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
-    len_q = rng.integers(0, 16 // group + 1, 5)
+def large_sizes(
+    rng: Rng, dims: tuple[int, int], q_dtype: np.dtype, len_q: Array, past: int, group: int, **others: Any
+) -> Sizes:
+    """Head sizes of large, and of swap with heads above 256. past: see `lengths`."""
     sizes = Sizes(
         q_dtype=q_dtype,
         element=element_of(rng, q_dtype),
         kv_heads=int(rng.integers(1, 3)),
         group=group,
-        dim=dim,
+        dim=dims[0],
         len_q=len_q,
-        len_k=lengths(rng, len_q, 700),
+        len_k=lengths(rng, len_q, past),
         page=page_size(rng),
-        v_dim=v_dim,
+        v_dim=dims[1],
     )
+    return sizes._replace(**others)
+
+
+def large_call(rng: Rng) -> Call:
+    """large and large_split: head sizes above 128 and above 256; few queries and many."""
+    dims = pick(rng, (576, 512), (512, 512), (320, 320), (64, 264), (512, 72), (200, 200))
+    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
+    len_q = rng.permutation([*rng.integers(0, 4, 2), rng.integers(17, 60)])
+    sizes = large_sizes(rng, dims, q_dtype, len_q, 200, int(rng.integers(4, 9)))
+    return bounded(rng, driver.attention_call(rng, sizes), always=True)
+
+
+def large_few_call(rng: Rng) -> Call:
+    """swap, with head sizes above 256: at most 16 rows of a KV head."""
+    dims = pick(rng, (576, 512), (512, 512), (320, 320), (300, 264), (64, 504))
+    group = int(pick(rng, 1, 4, 9, 16))
+    q_dtype = pick(rng, BF16, F16, BF16, F16, *FP8)
+    sizes = large_sizes(rng, dims, q_dtype, rng.integers(0, 16 // group + 1, 5), 700, group)
     call = driver.attention_call(rng, sizes)
     call.scalars.update({"max_seqlen_q": 16 // group, "batch_invariant": 0})
     return call
 
 
 def large_cluster_call(rng: Rng) -> Call:
-    """large and large_split in pairs of thread blocks: many rows, and keys that TMA can load."""
-    dim, v_dim = pick(rng, (576, 512), (512, 512), (320, 320), (264, 72), (8, 384))
-    q_dtype = pick(rng, BF16, F16)
+    """large and large_split in clusters of thread blocks: many rows, and keys that TMA can load."""
+    dims = pick(rng, (576, 512), (512, 512), (320, 320), (264, 72), (8, 384))
+    q_dtype, group = pick(rng, BF16, F16), int(pick(rng, 9, 66, 128, 130))
     len_q = rng.permutation([*rng.integers(0, 3, 3), rng.integers(9, 40)])
-    sizes = Sizes(
-        q_dtype=q_dtype,
-        element=q_dtype,
-        kv_heads=int(rng.integers(1, 3)),
-        group=int(pick(rng, 9, 66, 128, 130)),
-        dim=dim,
-        len_q=len_q,
-        len_k=lengths(rng, len_q, 500),
-        page=int(pick(rng, 8, 16, 24, 64, 128)),
-        v_dim=v_dim,
-    )
+    page = int(pick(rng, 8, 16, 24, 64, 128))
+    sizes = large_sizes(rng, dims, q_dtype, len_q, 500, group, element=q_dtype, page=page)
     call = bounded(rng, driver.attention_call(rng, sizes), always=True)
     call.scalars.update({"batch_invariant": 0})
     return call
@@ -632,6 +627,7 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     fixed_call,  # of these only some have strides for wide
     short_call,
     odd_call,
+    e4m3_call,
 )
 # The others' turns come seldom: these calls are large. They take the turn of another call each time.
 BIG_KV_CACHE_EVERY, MANY_EVERY = 29, 35

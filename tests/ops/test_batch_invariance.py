@@ -51,6 +51,7 @@ CASES = [
     Case(LENS, dim=128, dtype="bf16", causal=False),
     Case(LENS, dim=64, dtype="bf16", causal=False, window=(17, 9), leftpad=True),
     Case(LENS, dim=96, causal=False, window=(40, 3), softcap=5.0),
+    Case(LENS, heads=(4, 2), dim=256, dtype="e4m3", cache="e4m3", descale="H"),
 ]
 EVERYWHERE = [CASES[i] for i in (2, 4, 9, 17)]  # through every front end
 

@@ -43,6 +43,7 @@ KINDS: list[dict[str, Any]] = [
     {"cache": "e4m3", "descale": "SH"},
     {"cache": "e5m2", "dim": 256, "leftpad": True},
     {"dtype": "e4m3", "cache": "e4m3", "descale": "SH"},
+    {"dtype": "e4m3", "cache": "e4m3", "dim": 192, "v_dim": 128},
     {"dtype": "e5m2", "cache": "e4m3", "dim": 192, "softcap": 30.0},
     {"page": None, "scale": -0.1},
     {"page": 4},

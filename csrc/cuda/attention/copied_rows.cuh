@@ -20,7 +20,7 @@ template <int kTileRows, int kCount, int kVectors, int kElements>
 struct CopiedRows {
   static constexpr int kRowBytes = 128;
   static constexpr int kAtOnce = 32 / kVectors;  // rows that the lanes copy together
-  static_assert(kCount % (4 * kAtOnce) == 0);
+  static_assert(kCount % (2 * kAtOnce) == 0);
 
   // Starts to copy the rows to a stage, from its row `first_row` on, a multiple of kCount. place:
   // block and token of row `lane % kCount`; a block of -1 stands for zeros. kUnit: bytes that are
@@ -52,7 +52,8 @@ struct CopiedRows {
         stage + (vector / 8 * kTileRows + row) * kRowBytes + (vector % 8 ^ row % 8) * 16;
     const int columns = cache.head_size - vector * kElements;
     const bool idle = lane >= kAtOnce * kVectors;
-    constexpr int kTogether = kAllExist ? 4 : 1;  // copies whose places are asked for together
+    // Copies whose places are asked for together.
+    constexpr int kTogether = !kAllExist ? 1 : kCount % (4 * kAtOnce) == 0 ? 4 : 2;
 #pragma unroll(kAllExist ? kCount / kAtOnce / kTogether : 1)
     for (int first = 0; first < kCount; first += kTogether * kAtOnce) {
       uint64_t at[kTogether];

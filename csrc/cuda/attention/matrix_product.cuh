@@ -95,6 +95,13 @@ FLASHXLA_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #define FLASHXLA_FP8_PRODUCT(columns, sums, n0, n1, n2, n3, n4, n5)                                \
   template <>                                                                                      \
   struct MatrixProduct<__nv_fp8_e4m3, columns> {                                                   \
+    __device__ static void Start(float (&c)[sums], uint64_t a, uint64_t b, bool add) {             \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #n2                                           \
+                   ", 0; wgmma.mma_async.sync.aligned.m64n" #columns                               \
+                   "k32.f32.e4m3.e4m3 {" FLASHXLA_NAMES_##sums "}, %" #n0 ", %" #n1 ", p, 1, 1;}"  \
+                   : FLASHXLA_SUMS_##sums(c, 0)                                                    \
+                   : "l"(a), "l"(b), "r"(int{add}));                                               \
+    }                                                                                              \
     template <bool kTurnB = false>                                                                 \
     __device__ static void Start(float (&c)[sums], const uint32_t (&a)[4], uint64_t b, bool add) { \
       static_assert(!kTurnB);                                                                      \
@@ -107,7 +114,10 @@ FLASHXLA_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
     }                                                                                              \
   };
 FLASHXLA_FP8_PRODUCT(64, 32, 32, 33, 34, 35, 36, 37)
+FLASHXLA_FP8_PRODUCT(96, 48, 48, 49, 50, 51, 52, 53)
 FLASHXLA_FP8_PRODUCT(128, 64, 64, 65, 66, 67, 68, 69)
+FLASHXLA_FP8_PRODUCT(192, 96, 96, 97, 98, 99, 100, 101)
+FLASHXLA_FP8_PRODUCT(256, 128, 128, 129, 130, 131, 132, 133)
 
 #undef FLASHXLA_NAMES_4
 #undef FLASHXLA_SUMS_4

@@ -99,13 +99,13 @@ WideKeys KeysOf(const Problem& p) {
   if (!IsFp8(p.kv_dtype)) return WideKeys::kDirect;
   if (HasOddHeads(p)) return WideKeys::kWidened;  // with queries of any dtype
   const bool all_e4m3 = p.q_dtype == FLASHXLA_F8E4M3 && p.kv_dtype == FLASHXLA_F8E4M3;
-  if (all_e4m3 && WideHeadSizes::Bucket(p.LargerHeadSize()) <= 128) return WideKeys::kFp8;
+  if (all_e4m3) return WideKeys::kFp8;
   return IsFp8(p.q_dtype) ? WideKeys::kAllWidened : WideKeys::kWidened;
 }
 
 int ValueDimsOf(const Problem& p) {
   const int dims = WideHeadSizes::Bucket(p.LargerHeadSize());
-  return KeysOf(p) == WideKeys::kDirect ? WideValueDims(dims, p.v.head_size) : dims;
+  return IsWidened(KeysOf(p)) ? dims : WideValueDims(dims, p.v.head_size);
 }
 
 // Keys that threads copy, since TMA takes longer.
@@ -327,17 +327,18 @@ bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
 }
 
 // Softcaps and parts of fp8 keys have no instance of their own, odd heads have one.
-template <typename Product, typename Out, int kDims, WideKeys kKeyKind>
+template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind>
 bool LaunchConverted(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
+  auto launch = [&](auto which) {
+    return Launch<Product, Out, kDims, kValueDims, kKeyKind, decltype(which)::value>(w, workspace,
+                                                                                     stream);
+  };
+  using Scores = WideScores;
   if constexpr (kKeyKind == WideKeys::kWidened) {
-    if (scores == WideScores::kOdd) {
-      return Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kOdd>(w, workspace, stream);
-    }
+    if (scores == Scores::kOdd) return launch(std::integral_constant<Scores, Scores::kOdd>{});
   }
-  return scores == WideScores::kPlain
-             ? Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kPlain>(w, workspace,
-                                                                                stream)
-             : Launch<Product, Out, kDims, kDims, kKeyKind, WideScores::kAny>(w, workspace, stream);
+  return scores == Scores::kPlain ? launch(std::integral_constant<Scores, Scores::kPlain>{})
+                                  : launch(std::integral_constant<Scores, Scores::kAny>{});
 }
 
 template <typename Out, int kDims, int kValueDims>
@@ -373,20 +374,26 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
   WithInstance<WideHeadSizes>(p, [&](auto t, auto dims, auto is_fp8) {
     using Out = typename decltype(t)::type;
     constexpr int kDims = decltype(dims)::value;
+    constexpr int kFewValueDims = WideValueDims(kDims, 1);
+    const bool few_value_dims = ValueDimsOf(p) != kDims;
     if constexpr (!decltype(is_fp8)::value) {
-      constexpr int kFewValueDims = WideValueDims(kDims, 1);
-      launched = ValueDimsOf(p) == kDims
-                     ? LaunchDirect<Out, kDims, kDims>(w, scores, workspace, stream)
-                     : LaunchDirect<Out, kDims, kFewValueDims>(w, scores, workspace, stream);
+      launched = few_value_dims
+                     ? LaunchDirect<Out, kDims, kFewValueDims>(w, scores, workspace, stream)
+                     : LaunchDirect<Out, kDims, kDims>(w, scores, workspace, stream);
     } else if (keys == WideKeys::kWidened) {
-      launched = LaunchConverted<Out, Out, kDims, WideKeys::kWidened>(w, scores, workspace, stream);
+      launched =
+          LaunchConverted<Out, Out, kDims, kDims, WideKeys::kWidened>(w, scores, workspace, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
+      using E4m3 = __nv_fp8_e4m3;
+      constexpr WideKeys kFp8 = WideKeys::kFp8;
       if (keys == WideKeys::kAllWidened) {
-        launched =
-            LaunchConverted<Out, Out, kDims, WideKeys::kAllWidened>(w, scores, workspace, stream);
-      } else if constexpr (kDims <= 128) {
-        launched = LaunchConverted<__nv_fp8_e4m3, Out, kDims, WideKeys::kFp8>(w, scores, workspace,
-                                                                              stream);
+        launched = LaunchConverted<Out, Out, kDims, kDims, WideKeys::kAllWidened>(
+            w, scores, workspace, stream);
+      } else {
+        launched = few_value_dims ? LaunchConverted<E4m3, Out, kDims, kFewValueDims, kFp8>(
+                                        w, scores, workspace, stream)
+                                  : LaunchConverted<E4m3, Out, kDims, kDims, kFp8>(
+                                        w, scores, workspace, stream);
       }
     }
   });

@@ -52,18 +52,20 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   constexpr int kStepElements = 32 / S::kElementBytes;
   constexpr int kDimSteps = kDims / kStepElements, kKeySteps = kKeys / kStepElements;
   // The warpgroups take turns at the tensor cores: one multiplies during the other's softmax.
-  constexpr bool kTurns = kDims >= 128;
-  static_assert(!kTurns || S::kConsumers == 2);
+  constexpr bool kTurns = kDims >= 128 && S::kConsumers == 2;
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
   // Whether sums are scaled only where that makes a difference. Else it takes less time to scale
-  // them always than to ask.
-  constexpr bool kLazy = kOverlap || S::kWidened || (S::kDirect && S::kAlibi) || kDims > 128;
+  // them always than to ask. Weights of e4m3 have no room to be above 1.
+  constexpr bool kLazy =
+      !S::kFp8 && (kOverlap || S::kWidened || (S::kDirect && S::kAlibi) || kDims > 128);
+  constexpr bool kAsks = kLazy || S::kFp8;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;
   const int lane = threadIdx.x & 31;
-  const int thread = threadIdx.x - S::kProducerThreads, group = thread / kWarpgroupThreads;
+  const int thread = threadIdx.x - S::kProducerThreads;
+  const int group = FromFirstLane(thread / kWarpgroupThreads);
   const int row0 = group * 64 + threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / 4;
   PipelineState<S::kStages> keys;
   PipelineState<S::kValueStages> values;
@@ -107,7 +109,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       FenceMatrix();
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
-        const int step = k * (S::kFp8 ? 32 : 16 * kWideRowBytes);
+        const int step = k * (S::kFp8 ? 32 : 16 * kWideRowBytes);  // turned values: [dims, keys]
 #pragma unroll
         for (int part = 0; part < S::kOutParts; ++part) {
           MatrixProduct<Weight, kValueDims / S::kOutParts>::template Start<!S::kFp8>(
@@ -208,6 +210,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
       if (!kTurns && !idle && !cuts) {
         end = rule.Visible(tile_rows.Query(group * 64 + 63)).end;
       }
+      end = FromFirstLane(end);
       for (; n >= first && n * kKeys >= end; --n) {
         WaitBarrier(shared.keys_full(keys.stage), keys.parity);
         if (kTurns) {
@@ -252,7 +255,7 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
         Pin(out);
         Release(shared.values_empty(values.stage));
         values.Next();
-        if (!kLazy || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
+        if (!kAsks || __any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
           for (int i = 0; i < kValueDims / 2; ++i) out[i] *= factor[i / 2 % 2];
         }

@@ -90,47 +90,62 @@ __device__ void WidenQueries(uint32_t rows, int barrier) {
   SyncNamed(barrier, kWarpgroupThreads);
 }
 
-// This warp's share of a kv tile of e4m3 values [keys, dims], turned to [dims, keys]. Where rows
-// [low, high) do not cover the tile, the others become zeros.
+// This warp's share of a kv tile of e4m3 values [keys, dims], turned to [dims, keys]. kMasks: keys
+// outside [low, high) become zeros.
 //
 // The scores leave a thread with keys 2q, 2q + 1, 2q + 8, 2q + 9 of 16 (q = lane % 4), where the
 // products expect columns 4q to 4q + 3. So that is the order of the keys in a turned row.
-template <typename S>
-__device__ inline void TurnTile(uint32_t from, uint32_t to, int low, int high) {
-  const int lane = threadIdx.x & 31;
-  constexpr int kKeyBlocks = S::kKeys / 32, kDimBlocks = S::kValueBytes / kWideRowBytes / 16;
+template <typename S, bool kMasks>
+__device__ inline void TurnShare(uint32_t from, uint32_t to, int low, int high) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 - 1;
+  // A warp has 32 keys of all dims, or all keys of some dims: then it knows while it is compiled
+  // where each of its matrices lies.
+  constexpr int kAllKeyBlocks = S::kKeys / 32, kAllDimBlocks = S::kValueDims / 16;
+  constexpr bool kByKeys = kAllKeyBlocks == S::kConvertingWarps;
+  constexpr int kKeyBlocks = kByKeys ? 1 : kAllKeyBlocks;
+  constexpr int kDimBlocks = kByKeys ? kAllDimBlocks : kAllDimBlocks / S::kConvertingWarps;
+  static_assert(kByKeys || kAllDimBlocks % S::kConvertingWarps == 0);
+  const int first_key = kByKeys ? warp * 32 : 0, first_block = kByKeys ? 0 : warp * kDimBlocks;
   // Matrix m of the store: even dims for even m, the keys' second half from 2 on.
   const int dim = lane % 8 * 2 + lane / 8 % 2;
-  from += lane * kWideRowBytes + lane % 8 * 16;
-  to += dim * kWideRowBytes + (lane / 16 ^ dim % 8) * 16;
-#pragma unroll 2
-  for (int i = threadIdx.x / 32 - 1; i < kKeyBlocks * kDimBlocks; i += S::kConvertingWarps) {
-    const int key_block = i % kKeyBlocks, dim_block = i / kKeyBlocks;
-    uint32_t x[4], y[4];
-    LoadMatricesTransposed(x, (from ^ dim_block * 16) + key_block * 32 * kWideRowBytes);
-    // x[m]: dims 2g and 2g + 1 (g = lane / 4) of keys 8m + 2q and 8m + 2q + 1.
+  to += (first_block * 16 + dim) * kWideRowBytes + (lane / 16 ^ dim % 8 ^ first_key / 16) * 16;
+  from += (first_key + lane) * kWideRowBytes;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      y[2 * half] = __byte_perm(x[2 * half], x[2 * half + 1], 0x6420);
-      y[2 * half + 1] = __byte_perm(x[2 * half], x[2 * half + 1], 0x7531);
-    }
-    if (low > 0 || high < S::kKeys) {
+  for (int d = 0; d < kDimBlocks; ++d) {
+    const int block = first_block + d;
+    const uint32_t from_dims =
+        from + block / 8 * S::kKeys * kWideRowBytes + (block % 8 ^ lane % 8) * 16;
+#pragma unroll
+    for (int k = 0; k < kKeyBlocks; ++k) {
+      uint32_t x[4], y[4];
+      LoadMatricesTransposed(x, from_dims + k * 32 * kWideRowBytes);
+      // x[m]: dims 2g and 2g + 1 (g = lane / 4) of keys 8m + 2q and 8m + 2q + 1.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t mask = 0;
+        y[2 * half] = __byte_perm(x[2 * half], x[2 * half + 1], 0x6420);
+        y[2 * half + 1] = __byte_perm(x[2 * half], x[2 * half + 1], 0x7531);
+        if constexpr (kMasks) {
+          uint32_t mask = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int k = key_block * 32 + half * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
-          if (k >= low && k < high) mask |= 0xffu << 8 * j;
+          for (int j = 0; j < 4; ++j) {
+            const int key = first_key + k * 32 + half * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (key >= low && key < high) mask |= 0xffu << 8 * j;
+          }
+          y[2 * half] &= mask, y[2 * half + 1] &= mask;
         }
-        y[2 * half] &= mask, y[2 * half + 1] &= mask;
       }
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       (to ^ k * 32) + d * 16 * kWideRowBytes),
+                   "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
+                   : "memory");
     }
-    const uint32_t at = (to ^ key_block * 32) + dim_block * 16 * kWideRowBytes;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
-                 : "memory");
   }
+}
+
+template <typename S>
+__device__ inline void TurnTile(uint32_t from, uint32_t to, int low, int high) {
+  low > 0 || high < S::kKeys ? TurnShare<S, true>(from, to, low, high)
+                             : TurnShare<S, false>(from, to, low, high);
 }
 
 // The converting warps.

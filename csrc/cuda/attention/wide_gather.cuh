@@ -16,8 +16,7 @@ namespace flashxla::attention {
 // Rows of kv tiles as a warp copies them. Rows of e4m3 stay as they are in memory.
 template <typename S, bool kValues = false>
 struct WideRows {
-  static constexpr int kBlocks =
-      S::kDirect ? (kValues ? S::kValueBlocks : S::kBlocks) : S::kRawBlocks;
+  static constexpr int kBlocks = kValues ? S::kValueBlocks : S::kBlocks;
   static constexpr int kCount = S::kKeys / (S::kProducerThreads / 32);
   using Rows = CopiedRows<S::kKeys, kCount, kBlocks * kWideRowBytes / 16, S::kDirect ? 8 : 16>;
   const Problem& p;

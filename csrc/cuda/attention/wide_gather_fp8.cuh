@@ -191,6 +191,7 @@ __device__ void GatherFp8(const WideProblem& w, const WideShared<S>& shared, int
   const bool turns = threadIdx.x >= 32;
   ForEachTile(w, shared, items, !turns, [&](const ManyTile& tile) {
     const WideRows<S> rows{p, tile};
+    const WideRows<S, true> value_rows{p, tile};
     const int first_row = threadIdx.x / 32 * WideRows<S>::kCount;
     const int first = tile.begin / S::kKeys, last = (tile.end + S::kKeys - 1) / S::kKeys - 1;
     int2 place = rows.Locate(last, first_row);
@@ -207,7 +208,7 @@ __device__ void GatherFp8(const WideProblem& w, const WideShared<S>& shared, int
         on_the_way = shared.keys_full(keys.stage);
         keys.Next();
         WaitBarrier(shared.raw_empty(copied.stage), copied.parity ^ 1);
-        rows.Copy(p.v, place, first_row, shared.raw(copied.stage));
+        value_rows.Copy(p.v, place, first_row, shared.raw(copied.stage));
         ArriveAfterCopies(shared.raw_full(copied.stage));
         copied.Next();
         place = next;

@@ -60,18 +60,22 @@ enum class WideScores {
             // keys
 };
 
-// Warpgroups that multiply.
+// Warpgroups that multiply. Where the registers suffice for three, a third one hides what the other
+// two wait for.
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
   const bool much_code = scores == WideScores::kAny || scores == WideScores::kOdd;
-  return dims <= 64 && keys == WideKeys::kDirect && !much_code ? 3 : 2;
+  const int most_dims = keys == WideKeys::kFp8 ? 128 : keys == WideKeys::kDirect ? 64 : 0;
+  return dims <= most_dims && !much_code ? 3 : 2;
 }
 
 // What a thread has of a part's result, in vectors of 4: a share of two rows' outputs, then their
 // largest scores and sums.
 constexpr int WidePartialVectors(int value_dims) { return value_dims / 8 + 1; }
 
-// Keys of a kv tile: as many as leave room for two stages.
+// Keys of a kv tile: as many as leave room for two stages, and of e4m3 as many as the registers
+// take.
 constexpr int WideKvTileKeys(int value_dims, WideKeys keys) {
+  if (keys == WideKeys::kFp8) return value_dims == 192 ? 128 : 96;
   return value_dims <= 128 ? 128 : IsWidened(keys) ? 64 : value_dims <= 192 ? 96 : 80;
 }
 
@@ -93,13 +97,12 @@ struct WideShape {
   static constexpr bool kGathers = kSoftcap;  // may copy keys by threads
   static constexpr int kKeys = WideKvTileKeys(kValueDims, kKeyKind);
   static constexpr int kLeastBoxKeys = WideLeastBoxKeys(kDims, kKeyKind);
-  // Consumer warpgroups, each with 64 rows. Where the registers suffice for three, a third one
-  // hides what the other two wait for.
+  // Consumer warpgroups, each with 64 rows.
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileRows = 64 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-  // To convert takes a warpgroup more than to load.
-  static constexpr bool kManyProducers = !kDirect;
+  // To widen takes a warpgroup more than to load, or to turn values around.
+  static constexpr bool kManyProducers = kWidened;
   // Matrix instructions that make an output's columns. With so many warps ptxas accepts none that
   // takes 128 registers for its results.
   static constexpr int kOutParts = kManyProducers && kDims > 192 ? 2 : 1;
@@ -107,7 +110,10 @@ struct WideShape {
   static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
   static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
   static constexpr int kValueBlocks = (kValueDims + kBlockColumns - 1) / kBlockColumns;
-  static constexpr int kStages = kFp8 || kDims <= 64 ? 4 : kDims <= 128 ? 3 : 2;  // of keys
+  static constexpr int kStages =  // of keys
+      kDims <= (kFp8 ? 128 : 64) ? 4
+      : kDims <= 128             ? 3
+                                 : 2;
   // Of values: they are in use for shorter.
   static constexpr int kValueStages = kWidened && kDims <= 128 ? kStages - 1 : kStages;
   static constexpr int kQueryStages = kConsumers > 2 ? 2 : 1;
@@ -119,11 +125,10 @@ struct WideShape {
   static constexpr int kQueryBytes = kQTileRows * kBlocks * kWideRowBytes;
   static constexpr int kKeyBytes = kKeys * kBlocks * kWideRowBytes;  // of a stage
   // Values of e4m3 are turned: [dims, keys].
-  static constexpr int kValueBytes =
-      kFp8 ? kDims * kWideRowBytes : kKeys * kValueBlocks * kWideRowBytes;
-  // fp8 keys or values as they are in memory.
+  static constexpr int kValueBytes = (kFp8 ? kValueDims : kKeys * kValueBlocks) * kWideRowBytes;
+  // fp8 keys or values as they are in memory. (Keys of e4m3 are so for the products.)
   static constexpr int kRawColumns = kWideRowBytes;
-  static constexpr int kRawBlocks = (kDims + kRawColumns - 1) / kRawColumns;
+  static constexpr int kRawBlocks = ((kFp8 ? kValueDims : kDims) + kRawColumns - 1) / kRawColumns;
   static constexpr int kLoadedQueryColumns = kWidensQueries ? kRawColumns : kBlockColumns;
   static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
   static constexpr int kRawStages = kDirect ? 0 : 2;
