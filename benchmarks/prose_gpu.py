@@ -62,7 +62,7 @@ def values() -> dict[str, str]:
         "grown_gpu": content["device"]["name"],
         "gpu_growth_table": tables.growth(Run("h200-growth")),
         **_decode(sections["decode"]),
-        **_later(Run("h100-prefill"), Run("h100-decode")),
+        **_other(Run("h100-prefill"), Run("h100-decode")),
         **_plan(Run("h200-plan")),
         **_step(Run("h200-step")),
         "steps_in_jax_today_table": tables.steps_in_jax_today(Run("h200-step-jax")),
@@ -116,11 +116,11 @@ def _decode(run: Run) -> dict[str, str]:
     }
 
 
-def _later(prefill: Run, decode: Run) -> dict[str, str]:
+def _other(prefill: Run, decode: Run) -> dict[str, str]:
     return {
-        **_card("later_gpu", (prefill, decode)),
-        "later_prefill_table": tables.gpu(prefill, _PREFILL, ".0f", best=True),
-        "later_decode_table": tables.gpu(decode, _DECODE, ".2f", best=True),
+        **_card("other_gpu", (prefill, decode)),
+        "other_prefill_table": tables.gpu(prefill, _PREFILL, ".0f", best=True),
+        "other_decode_table": tables.gpu(decode, _DECODE, ".2f", best=True),
     }
 
 
