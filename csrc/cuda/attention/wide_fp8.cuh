@@ -98,8 +98,8 @@ __device__ void WidenQueries(uint32_t rows, int barrier) {
 template <typename S, bool kMasks>
 __device__ inline void TurnShare(uint32_t from, uint32_t to, int low, int high) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 - 1;
-  // A warp has 32 keys of all dims, or all keys of some dims: then it knows while it is compiled
-  // where each of its matrices lies.
+  // A warp has 32 keys of all dims, or all keys of some dims: so the places of its matrices are
+  // constants. To work them out took more instructions than all the rest.
   constexpr int kAllKeyBlocks = S::kKeys / 32, kAllDimBlocks = S::kValueDims / 16;
   constexpr bool kByKeys = kAllKeyBlocks == S::kConvertingWarps;
   constexpr int kKeyBlocks = kByKeys ? 1 : kAllKeyBlocks;
