@@ -60,8 +60,8 @@ enum class WideScores {
             // keys
 };
 
-// Warpgroups that multiply. Where the registers suffice for three, a third one hides what the other
-// two wait for: not with much code.
+// Warpgroups that multiply. A third one hides what the other two wait for, where the registers
+// suffice: not in instances with much code, of which fp8 keys have one for all but plain scores.
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
   if (keys == WideKeys::kFp8) return dims <= 128 && scores == WideScores::kPlain ? 3 : 2;
   const bool much_code = scores == WideScores::kAny || scores == WideScores::kOdd;
@@ -101,11 +101,9 @@ struct WideShape {
   static constexpr int kConsumers = WideConsumers(kDims, kKeyKind, kScores);
   static constexpr int kQTileRows = 64 * kConsumers;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-  // To widen takes a warpgroup more than to load, or to turn values around.
-  static constexpr bool kManyProducers = kWidened;
   // Matrix instructions that make an output's columns. With so many warps ptxas accepts none that
   // takes 128 registers for its results.
-  static constexpr int kOutParts = kManyProducers && kDims > 192 ? 2 : 1;
+  static constexpr int kOutParts = kWidened && kDims > 192 ? 2 : 1;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;  // of the products
   static constexpr int kBlockColumns = kWideRowBytes / kElementBytes;
   static constexpr int kBlocks = (kDims + kBlockColumns - 1) / kBlockColumns;
@@ -132,7 +130,8 @@ struct WideShape {
   static constexpr int kLoadedQueryColumns = kWidensQueries ? kRawColumns : kBlockColumns;
   static constexpr int kRawBytes = kKeys * kRawBlocks * kWideRowBytes;
   static constexpr int kRawStages = kDirect ? 0 : 2;
-  static constexpr int kProducerThreads = (kManyProducers ? 2 : 1) * kWarpgroupThreads;
+  // To widen takes a warpgroup more than to load, or to turn values around.
+  static constexpr int kProducerThreads = (kWidened ? 2 : 1) * kWarpgroupThreads;
   static constexpr int kThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConvertingWarps = kDirect ? 0 : kProducerThreads / 32 - 1;  // one loads
   static constexpr int kTileStages = 4;  // q tiles that warps may be apart
@@ -149,12 +148,12 @@ struct WideShape {
   // of time, and with fewer of them wait for an address's registers after each copy.
   static constexpr bool kLoadsByTma = kDirect && !kGathers;
   static constexpr bool kConsumersNeedAll = kLoadsByTma && kDims > 192;
-  static constexpr int kProducerRegisters = kManyProducers      ? (kDims > 128 ? 40 : 48)
+  static constexpr int kProducerRegisters = kWidened            ? (kDims > 128 ? 40 : 48)
                                             : kOddHeads         ? (kDims > 128 ? 56 : 72)
                                             : kConsumers > 2    ? 32
                                             : kConsumersNeedAll ? 24
                                                                 : 40;
-  static constexpr int kConsumerRegisters = kManyProducers      ? (kDims > 128 ? 216 : 208)
+  static constexpr int kConsumerRegisters = kWidened            ? (kDims > 128 ? 216 : 208)
                                             : kOddHeads         ? (kDims > 128 ? 224 : 216)
                                             : kConsumers > 2    ? 160
                                             : kConsumersNeedAll ? 240
