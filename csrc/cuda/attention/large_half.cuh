@@ -43,8 +43,7 @@ class LargeHalf {
       for (int n = 0; n < kTiles; ++n) {
         high = fmaxf(high, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       }
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
+      high = MaxOfRow(high);
       if (lane() % 4 == 0) exchange.row_max[half][Row(r)] = high;
     }
   }
@@ -79,9 +78,7 @@ class LargeHalf {
   __device__ void GiveSum() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = row_sum[r];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      const float sum = SumOfRow(row_sum[r]);
       if (lane() % 4 == 0) exchange.row_sum[half][Row(r)] = sum;
     }
   }

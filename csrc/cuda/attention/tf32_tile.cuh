@@ -137,8 +137,7 @@ class Tf32Tile {
       for (int n = 0; n < kKeyTiles; ++n) {
         new_max[r] = fmaxf(new_max[r], fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       }
-      new_max[r] = fmaxf(new_max[r], __shfl_xor_sync(kAllLanes, new_max[r], 1));
-      new_max[r] = fmaxf(new_max[r], __shfl_xor_sync(kAllLanes, new_max[r], 2));
+      new_max[r] = MaxOfRow(new_max[r]);
     }
     if (__any_sync(kAllLanes, new_max[0] != row_max[0] || new_max[1] != row_max[1])) {
 #pragma unroll
@@ -212,9 +211,7 @@ class Tf32Tile {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + 8 * r;
-      float total = row_sum[r];
-      total += __shfl_xor_sync(kAllLanes, total, 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
+      const float total = SumOfRow(row_sum[r]);
       float probe = 0.f * total;
 #pragma unroll
       for (int m = 0; m < kGroups; ++m) {
@@ -228,8 +225,7 @@ class Tf32Tile {
           }
         }
       }
-      probe += __shfl_xor_sync(kAllLanes, probe, 1);
-      probe += __shfl_xor_sync(kAllLanes, probe, 2);
+      probe = SumOfRow(probe);
       if (row >= item.num_rows) continue;
       const bool finite = probe == 0.f;
       all = all && finite;

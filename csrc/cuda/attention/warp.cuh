@@ -34,6 +34,19 @@ __device__ inline float MaxOfWarp(float x) {
   return x;
 }
 
+// The sum, or the largest, of x over lanes 4 n to 4 n + 3, which share a row of the results of a
+// matrix instruction. All lanes of a warp must call it.
+__device__ inline float SumOfRow(float x) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+__device__ inline float MaxOfRow(float x) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
 // The sum of x over the lanes up to this one. All lanes of a warp must call it.
 __device__ inline int InclusiveSum(int x) {
   const int lane = threadIdx.x & 31;

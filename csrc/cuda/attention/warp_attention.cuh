@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cuda/attention/key_loader.cuh"
+#include "cuda/attention/warp.cuh"
 #include "cuda/attention/warp_rows.cuh"
 
 namespace flashxla::attention {
@@ -90,11 +91,9 @@ struct WarpAttention {
     bool max_changed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float high = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]),
-                         fmaxf(score[1][2 * r], score[1][2 * r + 1]));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, 2));
-      const float new_max = fmaxf(row_max[r], high);
+      const float high = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]),
+                               fmaxf(score[1][2 * r], score[1][2 * r + 1]));
+      const float new_max = fmaxf(row_max[r], MaxOfRow(high));
       const float base = SoftmaxBase(new_max);
       factor[r] = Exp2(row_max[r] - base);
       max_changed |= new_max != row_max[r];
@@ -133,10 +132,7 @@ struct WarpAttention {
   // Adds up the lanes' shares of row_sum.
   __device__ void ReduceRowSums() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      row_sum[r] += __shfl_xor_sync(kAllLanes, row_sum[r], 1);
-      row_sum[r] += __shfl_xor_sync(kAllLanes, row_sum[r], 2);
-    }
+    for (int r = 0; r < 2; ++r) row_sum[r] = SumOfRow(row_sum[r]);
   }
 
   // Writes the rows. ReduceRowSums must have been called.
@@ -185,9 +181,7 @@ struct WarpAttention {
         largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
     }
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    const float power = PowerOfTwoBelow(largest);  // NaN and infinity stay what they are
+    const float power = PowerOfTwoBelow(MaxOfRow(largest));  // NaN and infinity stay what they are
 #pragma unroll
     for (int k = 0; k < kDims / 16; ++k) {
 #pragma unroll

@@ -37,9 +37,7 @@ __device__ void StoreRows(const Problem& p, const TileRows<S>& of, const ManyTil
   T* to[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float row_sum = rows.row_sum[r];
-    row_sum += __shfl_xor_sync(kAllLanes, row_sum, 1);
-    row_sum += __shfl_xor_sync(kAllLanes, row_sum, 2);
+    const float row_sum = SumOfRow(rows.row_sum[r]);
     const int row = row0 + 8 * r, offset = of.Query(row),
               head = tile.head + row - offset * of.heads();
     const int query = tile.first_query + offset, token = tile.s.first_query + query;

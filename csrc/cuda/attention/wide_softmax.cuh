@@ -99,8 +99,7 @@ __device__ void OnlineSoftmax(float (&score)[S::kKeys / 2], RowState& rows, cons
     for (int i = 0; i < kColumns / 8; ++i) {
       row_max = fmaxf(row_max, fmaxf(score[i * 4 + 2 * r], score[i * 4 + 2 * r + 1]));
     }
-    row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 1));
-    row_max = fmaxf(row_max, __shfl_xor_sync(kAllLanes, row_max, 2));
+    row_max = MaxOfRow(row_max);
     const float before = rows.row_max[r];
     if (kLazy && (row_max - before) * scale <= kLazyLog2) row_max = before;
     const float base = row_max == -INFINITY ? 0.f : __fmul_rn(row_max, scale);
