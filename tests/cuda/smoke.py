@@ -443,10 +443,10 @@ def tile32_call(rng: Rng) -> Call:
 
 
 def large_sizes(
-    rng: Rng, dims: tuple[int, int], q_dtype: np.dtype, len_q: Array, past: int, group: int, **others: Any
+    rng: Rng, dims: tuple[int, int], q_dtype: np.dtype, len_q: Array, past: int, group: int
 ) -> Sizes:
     """Head sizes of large, and of swap with heads above 256. past: see `lengths`."""
-    sizes = Sizes(
+    return Sizes(
         q_dtype=q_dtype,
         element=element_of(rng, q_dtype),
         kv_heads=int(rng.integers(1, 3)),
@@ -457,7 +457,6 @@ def large_sizes(
         page=page_size(rng),
         v_dim=dims[1],
     )
-    return sizes._replace(**others)
 
 
 def large_call(rng: Rng) -> Call:
@@ -485,8 +484,8 @@ def large_cluster_call(rng: Rng) -> Call:
     dims = pick(rng, (576, 512), (512, 512), (320, 320), (264, 72), (8, 384))
     q_dtype, group = pick(rng, BF16, F16), int(pick(rng, 9, 66, 128, 130))
     len_q = rng.permutation([*rng.integers(0, 3, 3), rng.integers(9, 40)])
-    page = int(pick(rng, 8, 16, 24, 64, 128))
-    sizes = large_sizes(rng, dims, q_dtype, len_q, 500, group, element=q_dtype, page=page)
+    sizes = large_sizes(rng, dims, q_dtype, len_q, 500, group)
+    sizes = sizes._replace(element=q_dtype, page=int(pick(rng, 8, 16, 24, 64, 128)))
     call = bounded(rng, driver.attention_call(rng, sizes), always=True)
     call.scalars.update({"batch_invariant": 0})
     return call

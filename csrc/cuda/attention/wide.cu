@@ -162,7 +162,8 @@ ManyShape WholeWork(const Problem& p, WideScores scores) {
 
 // What the instance has code for that may pack q tiles and divide keys.
 WideScores PartScores(const Problem& p) {
-  return HasOddHeads(p) ? WideScores::kOdd : WideScores::kMore;
+  if (HasOddHeads(p)) return WideScores::kOdd;
+  return KeysOf(p) == WideKeys::kDirect ? WideScores::kMore : WideScores::kAny;
 }
 
 // The same with all heads of a KV head in a q tile, if they fit.
@@ -236,13 +237,13 @@ bool PacksShort(const Problem& p) {
 WideScores ScoresOf(const Problem& p, const ManyShape& work) {
   if (HasOddHeads(p)) return WideScores::kOdd;
   if (p.alibi_slopes.data != nullptr) return WideScores::kAny;
-  if (p.batch_invariant) return WideScores::kFixed;
-  if (work.divides) return WideScores::kMore;
-  if (work.packs) {
-    return p.softcap > 0.f || Gathers(p) ? WideScores::kMore : WideScores::kPacked;
-  }
-  if (Gathers(p)) return WideScores::kAny;  // which has more registers for that
-  return p.softcap > 0.f ? WideScores::kMore : WideScores::kPlain;
+  const bool has_softcap = p.softcap > 0.f, gathers = Gathers(p);
+  const bool has_parts = p.batch_invariant || work.divides;
+  if (!has_parts && !work.packs && !gathers && !has_softcap) return WideScores::kPlain;
+  if (KeysOf(p) != WideKeys::kDirect) return WideScores::kAny;
+  if (has_parts) return p.batch_invariant ? WideScores::kFixed : WideScores::kMore;
+  if (work.packs) return has_softcap || gathers ? WideScores::kMore : WideScores::kPacked;
+  return gathers ? WideScores::kAny : WideScores::kMore;  // kAny has more registers for copies
 }
 
 // The room for results of parts of q tiles. As WideWork, it must not depend on the softcap, without
@@ -326,41 +327,22 @@ bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
   return true;
 }
 
-// Softcaps and parts of fp8 keys have no instance of their own, odd heads have one.
+// Launches the instance for what ScoresOf says.
 template <typename Product, typename Out, int kDims, int kValueDims, WideKeys kKeyKind>
-bool LaunchConverted(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
+bool LaunchScores(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
+  using Scores = WideScores;
   auto launch = [&](auto which) {
     return Launch<Product, Out, kDims, kValueDims, kKeyKind, decltype(which)::value>(w, workspace,
                                                                                      stream);
   };
-  using Scores = WideScores;
-  if constexpr (kKeyKind == WideKeys::kWidened) {
-    if (scores == Scores::kOdd) return launch(std::integral_constant<Scores, Scores::kOdd>{});
+  if (scores == Scores::kPlain) return launch(std::integral_constant<Scores, Scores::kPlain>{});
+  if constexpr (kKeyKind == WideKeys::kDirect) {
+    if (scores == Scores::kPacked) return launch(std::integral_constant<Scores, Scores::kPacked>{});
+    if (scores == Scores::kMore) return launch(std::integral_constant<Scores, Scores::kMore>{});
+    if (scores == Scores::kFixed) return launch(std::integral_constant<Scores, Scores::kFixed>{});
   }
-  return scores == Scores::kPlain ? launch(std::integral_constant<Scores, Scores::kPlain>{})
-                                  : launch(std::integral_constant<Scores, Scores::kAny>{});
-}
-
-template <typename Out, int kDims, int kValueDims>
-bool LaunchDirect(WideProblem& w, WideScores scores, void* workspace, cudaStream_t stream) {
-  auto launch = [&](auto which) {
-    return Launch<Out, Out, kDims, kValueDims, WideKeys::kDirect, decltype(which)::value>(
-        w, workspace, stream);
-  };
-  using Scores = WideScores;
-  switch (scores) {
-    case Scores::kPlain:
-      return launch(std::integral_constant<Scores, Scores::kPlain>{});
-    case Scores::kPacked:
-      return launch(std::integral_constant<Scores, Scores::kPacked>{});
-    case Scores::kMore:
-      return launch(std::integral_constant<Scores, Scores::kMore>{});
-    case Scores::kOdd:
-      return launch(std::integral_constant<Scores, Scores::kOdd>{});
-    case Scores::kFixed:
-      return launch(std::integral_constant<Scores, Scores::kFixed>{});
-    case Scores::kAny:
-      break;
+  if constexpr (kKeyKind == WideKeys::kDirect || kKeyKind == WideKeys::kWidened) {
+    if (scores == Scores::kOdd) return launch(std::integral_constant<Scores, Scores::kOdd>{});
   }
   return launch(std::integral_constant<Scores, Scores::kAny>{});
 }
@@ -377,23 +359,25 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
     constexpr int kFewValueDims = WideValueDims(kDims, 1);
     const bool few_value_dims = ValueDimsOf(p) != kDims;
     if constexpr (!decltype(is_fp8)::value) {
-      launched = few_value_dims
-                     ? LaunchDirect<Out, kDims, kFewValueDims>(w, scores, workspace, stream)
-                     : LaunchDirect<Out, kDims, kDims>(w, scores, workspace, stream);
-    } else if (keys == WideKeys::kWidened) {
+      constexpr WideKeys kKeys = WideKeys::kDirect;
       launched =
-          LaunchConverted<Out, Out, kDims, kDims, WideKeys::kWidened>(w, scores, workspace, stream);
+          few_value_dims
+              ? LaunchScores<Out, Out, kDims, kFewValueDims, kKeys>(w, scores, workspace, stream)
+              : LaunchScores<Out, Out, kDims, kDims, kKeys>(w, scores, workspace, stream);
+    } else if (keys == WideKeys::kWidened) {
+      constexpr WideKeys kKeys = WideKeys::kWidened;
+      launched = LaunchScores<Out, Out, kDims, kDims, kKeys>(w, scores, workspace, stream);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {  // of fp8 queries
       using E4m3 = __nv_fp8_e4m3;
-      constexpr WideKeys kFp8 = WideKeys::kFp8;
       if (keys == WideKeys::kAllWidened) {
-        launched = LaunchConverted<Out, Out, kDims, kDims, WideKeys::kAllWidened>(
-            w, scores, workspace, stream);
+        constexpr WideKeys kKeys = WideKeys::kAllWidened;
+        launched = LaunchScores<Out, Out, kDims, kDims, kKeys>(w, scores, workspace, stream);
       } else {
-        launched = few_value_dims ? LaunchConverted<E4m3, Out, kDims, kFewValueDims, kFp8>(
-                                        w, scores, workspace, stream)
-                                  : LaunchConverted<E4m3, Out, kDims, kDims, kFp8>(
-                                        w, scores, workspace, stream);
+        constexpr WideKeys kKeys = WideKeys::kFp8;
+        launched =
+            few_value_dims
+                ? LaunchScores<E4m3, Out, kDims, kFewValueDims, kKeys>(w, scores, workspace, stream)
+                : LaunchScores<E4m3, Out, kDims, kDims, kKeys>(w, scores, workspace, stream);
       }
     }
   });

@@ -56,10 +56,10 @@ __device__ void Consume(const WideProblem& w, const WideShared<S>& shared) {
   // Without turns, a warpgroup's softmax is to overlap with its own products of values.
   constexpr bool kOverlap = !kTurns && S::kDirect;
   // Whether sums are scaled only where that makes a difference. Else it takes less time to scale
-  // them always than to ask. Weights of e4m3 have no room to be above 1.
-  constexpr bool kLazy =
-      !S::kFp8 && (kOverlap || S::kWidened || (S::kDirect && S::kAlibi) || kDims > 128);
-  constexpr bool kAsks = kLazy || S::kFp8;
+  // them always than to ask.
+  constexpr bool kAsks = kOverlap || !S::kDirect || S::kAlibi || kDims > 128;
+  // Whether that is seldom, since weights may be above 1 (kLazyLog2). Those of e4m3 have no room.
+  constexpr bool kLazy = kAsks && !S::kFp8;
   constexpr int kTurnBarrier = 2, kZeroBarrier = 1, kGroupBarrier = 4;
   constexpr uint32_t kSigns = S::kFp8 ? 0x80808080 : 0x80008000;  // of the queries in 32 bits
   const Problem& p = w.p;

@@ -61,11 +61,11 @@ enum class WideScores {
 };
 
 // Warpgroups that multiply. A third one hides what the other two wait for, where the registers
-// suffice: not in instances with much code, of which fp8 keys have one for all but plain scores.
+// suffice.
 constexpr int WideConsumers(int dims, WideKeys keys, WideScores scores) {
-  if (keys == WideKeys::kFp8) return dims <= 128 && scores == WideScores::kPlain ? 3 : 2;
   const bool much_code = scores == WideScores::kAny || scores == WideScores::kOdd;
-  return keys == WideKeys::kDirect && dims <= 64 && !much_code ? 3 : 2;
+  const int most_dims = keys == WideKeys::kFp8 ? 128 : keys == WideKeys::kDirect ? 64 : 0;
+  return dims <= most_dims && !much_code ? 3 : 2;
 }
 
 // What a thread has of a part's result, in vectors of 4: a share of two rows' outputs, then their
