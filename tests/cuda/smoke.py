@@ -491,6 +491,23 @@ def large_cluster_call(rng: Rng) -> Call:
     return call
 
 
+def copies_call(rng: Rng) -> Call:
+    """wide and large, on copies of the keys: many rows see each, and they are fp8, or in small pages or odd heads."""
+    dims = pick(
+        rng, (64, 64), (128, 128), (192, 128), (100, 100), (250, 98), (512, 512), (576, 512), (264, 72)
+    )
+    q_dtype = pick(rng, BF16, F16)
+    len_q = rng.permutation([rng.integers(200, 300), rng.integers(0, 4)])
+    sizes = large_sizes(rng, dims, q_dtype, len_q, 300, 16)
+    if rng.random() < 0.5:
+        sizes = sizes._replace(element=q_dtype, page=int(pick(rng, 1, 3, 4, 17)))
+    else:
+        sizes = sizes._replace(element=pick(rng, *FP8))
+    call = bounded(rng, driver.attention_call(rng, sizes), always=True)
+    call.scalars.update({"batch_invariant": 0})
+    return call
+
+
 def apart_call(rng: Rng) -> Call:
     """Any head sizes of keys and values, which differ, or large ones; few queries or many."""
     dims = pick(rng, (576, 512), (192, 128), (1, 3), (40, 72), (512, 512), (driver.head_sizes(rng)))
@@ -627,9 +644,10 @@ CALLS: tuple[Callable[[Rng], Call], ...] = (
     short_call,
     odd_call,
     e4m3_call,
+    copies_call,
 )
 # The others' turns come seldom: these calls are large. They take the turn of another call each time.
-BIG_KV_CACHE_EVERY, MANY_EVERY = 29, 35
+BIG_KV_CACHE_EVERY, MANY_EVERY = 31, 35
 assert math.gcd(BIG_KV_CACHE_EVERY, len(CALLS)) == 1
 # What the library says of an engine's instances that have calls of their own here.
 SPECIAL = {
@@ -638,6 +656,7 @@ SPECIAL = {
     "threads copy the keys": "swap of copies",
     "fixed parts": "wide of fixed parts",
     "all query heads": "wide of several heads",
+    "copies of keys": "copies of keys",
     "not of whole 16 bytes": "wide of odd heads",
     "two thread blocks": "large in clusters",
     "aligned copies": "aligned copies",

@@ -65,10 +65,18 @@ def engine_of(case: Case) -> str:
     return "large_split" if takes_vectors(case) else "general"
 
 
-def check_clusters(served: str, case: Case, rows: int) -> None:
-    """On Hopper pairs of thread blocks serve more than 64 rows whose keys TMA can load."""
+def check_clusters(served: str, case: Case, rows: int, copies: bool = False) -> None:
+    """On Hopper pairs of thread blocks serve more than 64 rows whose keys, or the copies of them, TMA can load."""
     loads = case.cache == "same" and (case.page is None or case.page % 8 == 0)
-    assert ("two thread blocks" in served) == (loads and rows > 64), served
+    assert ("two thread blocks" in served) == ((loads or copies) and rows > 64), served
+    assert ("copies of keys" in served) == (copies and not loads), served
+
+
+def has_copies(case: Case) -> bool:
+    """Whether so many rows see each key that copies of the keys are made where TMA cannot load these."""
+    rows = sum(len_q for len_q, _ in case.lens) + case.pad_tokens
+    sequences = len(case.lens) + (case.pad_seqs or 0)
+    return rows * case.heads[0] // case.heads[1] >= 1536 * sequences and case.dtype != "e4m3"
 
 
 def check(frontend: Frontend, rng: np.random.Generator, case: Case) -> None:
@@ -148,7 +156,8 @@ def test_many_rows(
     case = dataclasses.replace(GROUPS[group], dim=sizes[0], v_dim=sizes[1], **setting)
     function, arguments = call_with_bound(rng, case)
     if frontend.name == "torch" and (served := serves_many(frontend, function, arguments)) is not None:
-        engine = "large" if takes_vectors(case) else "general"
+        copies = has_copies(case)
+        engine = "large" if takes_vectors(case) or copies else "general"
         assert served.startswith(engine + ":"), served
-        check_clusters(served, case, 128)
+        check_clusters(served, case, 128, copies)
     check_twice(frontend, function, arguments)

@@ -62,9 +62,15 @@ int64_t WorkspaceOf(int role, const Problem& p, const Choice& choice) {
   return choice.Runs(role) && engine->workspace_bytes ? engine->workspace_bytes(p) : 0;
 }
 
-// The workspace of a call: first for few queries, then for many.
+// Where the engine of a role has its part of the workspace; after all roles, its end.
+int64_t WorkspaceStart(int role, const Problem& p, const Choice& choice) {
+  int64_t bytes = 0;
+  for (int before = 0; before < role; ++before) bytes += WorkspaceOf(before, p, choice);
+  return bytes;
+}
+
 int64_t WorkspaceBytes(const Problem& p, const Choice& choice) {
-  return WorkspaceOf(kFew, p, choice) + WorkspaceOf(kMany, p, choice);
+  return WorkspaceStart(kNumRoles, p, choice);
 }
 
 // Whether a role's engine works at a call's addresses as it does at those that a plan assumes.
@@ -118,12 +124,11 @@ flashxla_status WriteNewKeys(const flashxla_attention_args& args, const PlanProb
 
 flashxla_status RunEngines(const Problem& p, const Choice& choice, void* workspace,
                            cudaStream_t stream) {
-  void* for_many = static_cast<char*>(workspace) + WorkspaceOf(kFew, p, choice);
   // Most of the work comes first; what the next engine does then fills the gaps at its end.
   for (const Role role : {kMany, kFew, kRest}) {
     if (!choice.Runs(role)) continue;
-    flashxla_status status =
-        choice.engines[role]->launch(p, role == kMany ? for_many : workspace, stream);
+    void* own = static_cast<char*>(workspace) + WorkspaceStart(role, p, choice);
+    flashxla_status status = choice.engines[role]->launch(p, own, stream);
     // The next engine may not wait for what came before this one: see few_follows.
     if (status == FLASHXLA_OK) status = LaunchStatus("attention");
     if (status != FLASHXLA_OK) return status;
@@ -138,6 +143,7 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
   const Facts facts = FactsOf(args, false);
   Problem p = facts.problem;
   SetFew(choice.few, &p);
+  p.roles = plan.roles;
   const int64_t partial_bytes = WorkspaceBytes(p, choice);
   const int64_t plan_bytes = PlanBytes(plan);
   flashxla_status status = planned ? CheckPlanned(facts, choice) : FLASHXLA_OK;
@@ -152,7 +158,6 @@ flashxla_status Run(const flashxla_attention_args& args, const flashxla_context&
   } else {
     plan.plan = reinterpret_cast<int32_t*>(static_cast<char*>(args.workspace.data) + partial_bytes);
     p.makes_plan = choice.make_plan && !plan.want_slots;
-    p.roles = plan.roles;
     if (!p.makes_plan) status = MakePlan(plan, stream);
     if (status != FLASHXLA_OK) return status;
   }

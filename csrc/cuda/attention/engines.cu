@@ -36,16 +36,18 @@ const char* WhyOneKernel(const Choice& choice) {
 
 // What an engine is, and how it works in this call: `more` and `also`, which may be null.
 const char* Description(const Engine& engine, const char* more, const char* also = nullptr) {
+  if (more == nullptr) more = also, also = nullptr;
   if (more == nullptr) return engine.description;
   // Of each role, valid until this thread's next call.
-  static thread_local char all[kNumRoles][128];
-  char (&own)[128] = all[engine.role];
+  static thread_local char all[kNumRoles][192];
+  char (&own)[sizeof(all[0])] = all[engine.role];
   std::snprintf(own, sizeof(own), "%s, %s%s%s", engine.description, more,
                 also != nullptr ? ", " : "", also != nullptr ? also : "");
   return own;
 }
 
 constexpr const char* kInClusters = "TMA, two thread blocks share what they load";
+constexpr const char* kOnCopies = "on aligned 16-bit copies of keys and values";
 constexpr const char* kManyParts = "several warps add up a row";
 
 const char* FewDescription(const Choice& choice) {
@@ -62,13 +64,17 @@ const char* FewDescription(const Choice& choice) {
 
 const char* ManyDescription(const Choice& choice) {
   const Engine& engine = choice.Of(kMany);
-  if (choice.rest_q_tile_rows == kClusterQTileRows) return Description(engine, kInClusters);
+  if (choice.rest_q_tile_rows == kClusterQTileRows) {
+    return Description(engine, kInClusters, choice.rest_copies_keys ? kOnCopies : nullptr);
+  }
   const ManyShape& many = choice.many;
-  return Description(
-      engine, many.fixed_parts > 0 ? "thread blocks may share fixed parts of the keys"
-              : many.odd_heads     ? "heads not of whole 16 bytes"
-              : many.packs_whole() && !choice.one_kernel ? "q tiles of all query heads of a KV head"
-                                                         : nullptr);
+  return Description(engine,
+                     many.fixed_parts > 0 ? "thread blocks may share fixed parts of the keys"
+                     : many.odd_heads     ? "heads not of whole 16 bytes"
+                     : many.packs_whole() && !choice.one_kernel
+                         ? "q tiles of all query heads of a KV head"
+                         : nullptr,
+                     many.copies_keys ? kOnCopies : nullptr);
 }
 
 }  // namespace
@@ -131,15 +137,16 @@ Choice ChooseEngines(const Facts& facts) {
     if (why[0] == '\0') chosen = engine;
     if (why_not == nullptr) why_not = why;
   }
-  choice.rest_q_tile_rows =
-      choice.engines[kRest] == &kLargeEngine ? LargeQTileRows(p) : kRestQTileRows;
+  const bool large = choice.engines[kRest] == &kLargeEngine;
+  choice.rest_q_tile_rows = large ? LargeQTileRows(p) : kRestQTileRows;
+  choice.rest_copies_keys = large && LargeCopiesKeys(p);
   if (choice.engines[kFew] != nullptr) {
     const bool swap = choice.engines[kFew] == &kSwapEngine;
     choice.all_few = few_rows;
     choice.few_chunks = swap && countable && !choice.all_few;
-    const bool large = choice.engines[kFew] == &kLargeSplitEngine;
+    const bool large_split = choice.engines[kFew] == &kLargeSplitEngine;
     choice.few = swap ? SwapWork(facts, choice.all_few ? longest : -1)
-                      : SplitWork(p, large ? LargeSplitQTileRows(p) : kSplitQTileRows);
+                      : SplitWork(p, large_split ? LargeSplitQTileRows(p) : kSplitQTileRows);
     if (choice.few.copies && !HasLargeHeads(p)) {
       choice.why_not[kFew] = WhyNoCacheBoxes(p, 8);  // why they have to
     }
@@ -160,7 +167,7 @@ void AddKernels(const Choice& choice, flashxla_needs* needs) {
     AddKernel(needs, {"all queries", many.name, ManyDescription(choice), WhyOneKernel(choice)});
     if (&many != &rest) AddKernel(needs, {"other sequences", rest.name, rest.description, ""});
   } else if (&few == &many) {
-    AddKernel(needs, {"all queries", many.name, many.description, choice.why_not[kMany]});
+    AddKernel(needs, {"all queries", many.name, ManyDescription(choice), choice.why_not[kMany]});
   } else {
     AddKernel(needs, {"few queries", few.name, FewDescription(choice), choice.why_not[kFew]});
     AddKernel(needs, {"many queries", many.name, ManyDescription(choice), choice.why_not[kMany]});

@@ -57,6 +57,8 @@ bool AreFewStepsCountable(const Facts& facts, bool any_length);
 // The rows of the q tiles of large and of large_split.
 int LargeQTileRows(const Problem& problem);
 int LargeSplitQTileRows(const Problem& problem);
+// Whether large works on copies of the keys: see key_copies.h.
+bool LargeCopiesKeys(const Problem& problem);
 // How the engine wide divides its work.
 ManyShape WideWork(const Problem& problem);
 // Whether wide's thread blocks have room for a plan that they make themselves.
@@ -83,6 +85,7 @@ struct Choice {
   FewShape few;
   ManyShape many;
   int rest_q_tile_rows;
+  bool rest_copies_keys;
 
   const Engine& Of(Role role) const {
     if (role == kRest && few_takes_rest) return *engines[kFew];

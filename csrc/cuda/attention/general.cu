@@ -87,10 +87,20 @@ __device__ void Attend(const Problem& p, const PlannedSequence& s, int index, in
   }
 }
 
+// Whether the engine before has served all sequences. All threads of the block must call it.
+__device__ bool AreAllServed(const Problem& p) {
+  bool served = true;
+  for (int i = threadIdx.x; i < p.index.num_sequences; i += kWarps * kLanes) {
+    served &= p.served[i] >= 0;
+  }
+  return __syncthreads_and(served);
+}
+
 template <int kDtype>
 __global__ void __launch_bounds__(kWarps* kLanes) GeneralKernel(const __grid_constant__ Problem p) {
   TriggerNext();
   WaitForPrevious();
+  if (p.served != nullptr && AreAllServed(p)) return;
   // Backwards: the last rows of a sequence see the most keys and should start first.
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanes;
   for (int64_t row = int64_t{p.num_tokens} * p.num_heads - 1 - warp; row >= 0;
@@ -98,6 +108,7 @@ __global__ void __launch_bounds__(kWarps* kLanes) GeneralKernel(const __grid_con
     const int token = static_cast<int>(row / p.num_heads);
     const int index = p.plan.token_sequence[token];
     if (index < 0) continue;  // combine.cu writes it
+    if (p.served != nullptr && p.served[index] >= 0) continue;
     const PlannedSequence s = p.plan.sequences[index];
     if (s.role == kRest) Attend<kDtype>(p, s, index, token, static_cast<int>(row % p.num_heads));
   }

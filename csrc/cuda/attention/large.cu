@@ -3,6 +3,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/key_copies.h"
 #include "cuda/attention/large_cluster.h"
 #include "cuda/attention/large_tile.cuh"
 #include "cuda/attention/tensor_map.h"
@@ -39,11 +40,10 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   if (threadIdx.x == 0) workspace.tile(blockIdx.x, blockIdx.y) = begun;
 }
 
-const char* WhyNotLarge(const Facts& facts) {
-  const Problem& p = facts.problem;
+const char* WhyNotProblem(const Problem& p) {
   if (const char* why = WhyNot16BitDtypes(p); why[0] != '\0') return why;
   if (p.LargerHeadSize() <= 128) return "head sizes are at most 128";
-  if (!p.kv_vectors() || !AreVectors(p.q, p.q_dtype)) {
+  if (!p.kv_vectors() || p.q_unit != 16) {
     return "strides, addresses or head sizes are not multiples of 16 bytes";
   }
   const bool usual = !HasLargeHeads(p);
@@ -53,10 +53,17 @@ const char* WhyNotLarge(const Facts& facts) {
   return HasSharedMemory(bytes) ? "" : "the GPU has too little shared memory";
 }
 
+// The problem on copies of the keys, if it has any that clusters take.
+Problem OnCopies(const Problem& p, void* memory = nullptr) {
+  return LargeCopiesKeys(p) ? OnKeyCopies(p, memory) : p;
+}
+
+const char* WhyNotLarge(const Facts& facts) { return WhyNotProblem(OnCopies(facts.problem)); }
+
 const char* WhyNotLargeSplit(const Facts& facts) {
   // Smaller heads have engines of their own, which are faster.
   if (!HasLargeHeads(facts.problem)) return "head sizes are at most 256";
-  if (const char* why = WhyNotLarge(facts); why[0] != '\0') return why;
+  if (const char* why = WhyNotProblem(facts.problem); why[0] != '\0') return why;
   return AreFewStepsCountable(facts, false) ? "" : "the batch has too many keys for split-KV";
 }
 
@@ -74,7 +81,21 @@ void WithTile(const Problem& p, Body&& body) {
   });
 }
 
-flashxla_status LaunchLarge(const Problem& p, void*, cudaStream_t stream) {
+int64_t WorkspaceBytes(const Problem& p) { return LargeCopiesKeys(p) ? KeyCopiesBytes(p) : 0; }
+
+// Works on copies, but for sequences of which a page is missing: general takes these.
+flashxla_status LaunchOnCopies(const Problem& p, void* memory, cudaStream_t stream) {
+  LaunchKeyCopies(p, kRest, memory, stream);
+  const Problem copied = OnCopies(p, memory);
+  const flashxla_status status = LaunchLargeClusters(copied, stream);
+  if (status != FLASHXLA_OK || copied.block_table.data == nullptr) return status;
+  Problem left = p;
+  left.served = copied.block_table.data;
+  return kGeneralEngine.launch(left, nullptr, stream);
+}
+
+flashxla_status LaunchLarge(const Problem& p, void* workspace, cudaStream_t stream) {
+  if (LargeCopiesKeys(p)) return LaunchOnCopies(p, workspace, stream);
   if (SuitsClusters(p)) return LaunchLargeClusters(p, stream);
   WithTile<HeadSizes<kMaxUsualHeadSize, kMostDims>>(p, [&](auto t, auto dims, auto fp8, auto keys) {
     constexpr int kDims = decltype(dims)::value, kKeys = decltype(keys)::value;
@@ -99,8 +120,10 @@ flashxla_status LaunchLargeSplit(const Problem& p, void* workspace, cudaStream_t
 
 }  // namespace
 
+bool LargeCopiesKeys(const Problem& p) { return CopiesKeys(p) && SuitsClusters(OnKeyCopies(p)); }
+
 int LargeQTileRows(const Problem& p) {
-  return SuitsClusters(p) ? kClusterQTileRows : kRestQTileRows;
+  return SuitsClusters(OnCopies(p)) ? kClusterQTileRows : kRestQTileRows;
 }
 
 int LargeSplitQTileRows(const Problem& p) {
@@ -109,7 +132,7 @@ int LargeSplitQTileRows(const Problem& p) {
 }
 
 const Engine kLargeEngine = {
-    "large", "tensor cores, head sizes above 128", kRest, WhyNotLarge, nullptr, LaunchLarge};
+    "large", "tensor cores, head sizes above 128", kRest, WhyNotLarge, WorkspaceBytes, LaunchLarge};
 const Engine kLargeSplitEngine = {"large_split",
                                   "tensor cores, head sizes above 256, split-KV",
                                   kFew,

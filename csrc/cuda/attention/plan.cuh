@@ -112,8 +112,9 @@ struct ManyShape {
   int32_t num_blocks;  // thread blocks
   int32_t min_queries = kMinManyQueries;  // that a sequence of the role must have
   bool divides;                           // the keys of q tiles may be divided: see many_parts.cuh
-  bool packs;      // a q tile has the rows of a KV head, else those of a query head
-  bool odd_heads;  // heads do not all begin and end at multiples of 16 bytes
+  bool packs;        // a q tile has the rows of a KV head, else those of a query head
+  bool odd_heads;    // heads do not all begin and end at multiples of 16 bytes
+  bool copies_keys;  // the engine has copies of the keys: see key_copies.h
   // If they are divided into fixed parts: how many those of a q tile can be, and of how many, of
   // all heads together, there is room for the results.
   int32_t fixed_parts = 0, fixed_partials = 0;

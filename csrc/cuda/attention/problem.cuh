@@ -98,7 +98,8 @@ struct Problem {
   const void* sinks;  // [Hq], may be null
   int64_t sinks_stride;
   PlanView plan;
-  // The engines make the plan themselves, from these, and `plan` is not there: see own_plan.cuh.
+  // The engines make the plan themselves, from what follows, and `plan` is not there: see
+  // own_plan.cuh.
   bool makes_plan;
   IndexTensors index;
   RoleRules roles;
@@ -106,6 +107,8 @@ struct Problem {
   bool few_follows;
   // Where that one says whether this one has anything to do; null if it does not.
   int32_t* few_left;
+  // general: sequences whose entry here is not negative have been served; null: none has.
+  const int32_t* served;
 
   __host__ __device__ bool kv_vectors() const { return kv_unit == 16; }
   // The head size that decides which instance serves a call.

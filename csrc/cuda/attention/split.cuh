@@ -133,7 +133,7 @@ struct Cursor {
   __device__ void Next(const Problem& p) {
     if (++step != tile_end || step == end) return;
     first_row += p.few.q_tile_rows;
-    if (first_row >= sequence.num_queries * p.group_size) {
+    if (__any_sync(kAllLanes, first_row >= sequence.num_queries * p.group_size)) {
       first_row = 0;
       do {
         sequence = next.Get();

@@ -7,6 +7,7 @@
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/key_copies.h"
 #include "cuda/attention/tensor_map.h"
 #include "cuda/attention/wide_consumer.cuh"
 #include "cuda/attention/wide_fp8.cuh"
@@ -90,10 +91,11 @@ __global__ void __launch_bounds__(WideShape<kDims, kValueDims, kKeyKind, kScores
 #endif
 }
 
+// From here on, but for the functions that the engine has for others, a problem is one on the
+// copies of keys, if it has any.
+
 // Whether heads do not all begin and end at multiples of 16 bytes.
-bool HasOddHeads(const Problem& p) {
-  return !p.kv_vectors() || !AreVectors(p.q, p.q_dtype) || !AreVectors(p.out, p.out_dtype);
-}
+bool HasOddHeads(const Problem& p) { return !p.kv_vectors() || p.q_unit != 16 || p.out_unit != 16; }
 
 WideKeys KeysOf(const Problem& p) {
   if (!IsFp8(p.kv_dtype)) return WideKeys::kDirect;
@@ -127,7 +129,7 @@ const char* WhyNotOddHeads(const Problem& p) {
 }
 
 const char* WhyNotWide(const Facts& facts) {
-  const Problem& p = facts.problem;
+  const Problem p = OnKeyCopies(facts.problem);
   if (const char* why = WhyNot16Bit(p); why[0] != '\0') return why;
   if (!LoadedImage().hopper) return WhyNoHopper();
   if (IsFp8(p.q_dtype) && !IsFp8(p.kv_dtype)) return "fp8 queries of 16-bit keys";
@@ -287,7 +289,9 @@ PartialRoom RoomOf(const Problem& p) {
   return room;
 }
 
-int64_t WorkspaceBytes(const Problem& p) { return RoomOf(p).num_bytes(); }
+int64_t WorkspaceBytes(const Problem& p) {
+  return RoomOf(OnKeyCopies(p)).num_bytes() + KeyCopiesBytes(p);
+}
 
 // Whether each thread block has one q tile at most, of few sequences.
 bool HasLoneTiles(const Problem& p, const ManyShape& work) {
@@ -307,13 +311,16 @@ bool Launch(WideProblem& w, void* workspace, cudaStream_t stream) {
   w.block_size = FastDivide(p.block_table.block_size);
   w.num_heads = FastDivide(w.work.num_heads);
   w.packed_heads = FastDivide(w.work.packs ? p.group_size : 1);
-  w.gathers = S::kOddHeads || (S::kGathers && w.box_keys < S::kLeastBoxKeys);
+  const bool loads = p.kv_vectors() && w.box_keys >= S::kLeastBoxKeys;
+  w.gathers = S::kGathers && !loads;
   w.has_lone_tiles = p.makes_plan && HasLoneTiles(p, w.work);
   const int columns = S::kDirect ? S::kBlockColumns : S::kRawColumns;
   if (!S::kOddHeads &&
-      (!MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q) ||
-       !MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||
-       !MapCache(p, p.v, columns, w.box_keys, false, &w.v))) {
+      !MapQueries(p, S::kLoadedQueryColumns, w.packed_heads.divisor, w.work.q_tile_tokens, &w.q)) {
+    return false;
+  }
+  if (p.kv_vectors() && (!MapCache(p, p.k, columns, w.box_keys, false, &w.k) ||
+                         !MapCache(p, p.v, columns, w.box_keys, false, &w.v))) {
     return false;
   }
   const PartialRoom room = RoomOf(p);
@@ -347,7 +354,10 @@ bool LaunchScores(WideProblem& w, WideScores scores, void* workspace, cudaStream
   return launch(std::integral_constant<Scores, Scores::kAny>{});
 }
 
-flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t stream) {
+flashxla_status LaunchWide(const Problem& given, void* workspace, cudaStream_t stream) {
+  void* copies = static_cast<char*>(workspace) + RoomOf(OnKeyCopies(given)).num_bytes();
+  const Problem p = OnKeyCopies(given, copies);
+  if (CopiesKeys(given)) LaunchKeyCopies(given, kMany, copies, stream);
   bool launched = false;
   WideProblem w = {};
   w.p = p, w.work = WideWork(p);
@@ -387,12 +397,14 @@ flashxla_status LaunchWide(const Problem& p, void* workspace, cudaStream_t strea
 
 }  // namespace
 
-ManyShape WideWork(const Problem& p) {
+ManyShape WideWork(const Problem& given) {
+  const Problem p = OnKeyCopies(given);
   const bool divides = MayDivide(p);
   ManyShape shape = divides || HasFixedParts(p) || HasOddHeads(p) || PacksShort(p)
                         ? PackedWork(p)
                         : WholeWork(p, ScoresOf(p, {}));
   shape.divides = divides;
+  shape.copies_keys = CopiesKeys(given);
   if (divides && p.batch_invariant) {
     shape.fixed_parts = MaxFixedParts(p, shape);
     shape.fixed_partials = static_cast<int32_t>(RoomOf(p).partials);
