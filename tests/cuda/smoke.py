@@ -497,8 +497,12 @@ def copies_call(rng: Rng) -> Call:
         rng, (64, 64), (128, 128), (192, 128), (100, 100), (250, 98), (512, 512), (576, 512), (264, 72)
     )
     q_dtype = pick(rng, BF16, F16)
-    len_q = rng.permutation([rng.integers(200, 300), rng.integers(0, 4)])
-    sizes = large_sizes(rng, dims, q_dtype, len_q, 300, 16)
+    sizes = large_sizes(rng, dims, q_dtype, np.zeros(0, int), 0, 16)
+    # Small calls have copies only with heads above 256.
+    heads = sizes.kv_heads * sizes.group
+    least = 200 if max(dims) > 256 else math.ceil(math.sqrt(2 * 6e9 / (heads * sum(dims))))
+    len_q = rng.permutation([rng.integers(least, least + 100), rng.integers(0, 4)])
+    sizes = sizes._replace(len_q=len_q, len_k=lengths(rng, len_q, 300))
     if rng.random() < 0.5:
         sizes = sizes._replace(element=q_dtype, page=int(pick(rng, 1, 3, 4, 17)))
     else:

@@ -6,6 +6,8 @@ On a CPU the same cases meet the kernels there.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,15 +20,26 @@ from tests.ops.engines import call_with_bound, check_twice, serves_many
 pytestmark = pytest.mark.gpu_engine
 
 COPIES = "on aligned 16-bit copies of keys and values"
-PROMPT = Case(((400, 430),), heads=(8, 2), dtype="bf16", dim=128, page=16)
-BATCHES = {
-    "a prompt": PROMPT,
-    "after other keys": dataclasses.replace(PROMPT, lens=((300, 1100),), heads=(8, 1)),
-    # Some sequences go to other engines, or have nothing to do.
-    "beside others": dataclasses.replace(
-        PROMPT, lens=((600, 600), (0, 9), (1, 90), (500, 700), (20, 50), (900, 901), (70, 0)), heads=(8, 1)
-    ),
+USUAL = Case((), heads=(16, 2), dtype="bf16", dim=128, page=16)
+LEAST_PRODUCTS = 6e9  # of a call with heads of at most 256
+# Queries and keys of each sequence, where a prompt of `n` tokens has enough products. Some sequences go to other
+# engines, or have nothing to do.
+BATCHES: dict[str, Callable[[int], tuple[tuple[int, int], ...]]] = {
+    "a prompt": lambda n: ((n, n + 30),),
+    "after other keys": lambda n: ((n, 3 * n),),
+    "beside others": lambda n: ((n, n), (1, 90), (n + 100, n + 300), (0, 9), (n * 2 // 3, 90), (20, 50)),
+    "four": lambda n: ((n, n), (n, n + 400), (n // 2, n // 2), (n // 2, n)),
 }
+
+
+def case_of(batch: str, **setting: Any) -> Case:
+    case = dataclasses.replace(USUAL, **setting)
+    tokens = 500
+    if max(case.dims) <= 256:
+        tokens = math.ceil(math.sqrt(LEAST_PRODUCTS / (case.heads[0] * sum(case.dims))))
+    return dataclasses.replace(case, lens=BATCHES[batch](tokens))
+
+
 FP8: dict[str, Any] = {"cache": "e4m3"}
 SETTINGS: list[dict[str, Any]] = [
     FP8,
@@ -38,7 +51,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"cache": "e4m3", "page": None, "used": True, "alibi": "SH"},
     {"cache": "e5m2", "page": None, "dim": 120, "pad_tokens": 3},
     {"cache": "e4m3", "dim": 72, "alibi": "H", "scale": -0.1, "layout": "packed_NHD"},
-    {"cache": "e4m3", "dim": 100, "descale": "H", "pad_seqs": 2},  # so are queries and outputs
+    {"cache": "e4m3", "dim": 100, "descale": "H"},  # so are queries and outputs
     {"cache": "e4m3", "dim": 38, "v_dim": 98, "page": 24, "causal": False},  # keys one by one
     # 16-bit keys: small pages, odd heads
     {"page": 1},
@@ -59,9 +72,9 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.frontends("torch", "jax_jit")
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", ["a prompt", "after other keys", "beside others"])
 def test_copies(frontend: Frontend, rng: np.random.Generator, batch: str, setting: dict[str, Any]) -> None:
-    function, arguments = call_with_bound(rng, dataclasses.replace(BATCHES[batch], **setting))
+    function, arguments = call_with_bound(rng, case_of(batch, **setting))
     if frontend.name == "torch" and (served := serves_many(frontend, function, arguments)) is not None:
         assert served.endswith(COPIES), served
     check_twice(frontend, function, arguments)
@@ -78,35 +91,38 @@ LARGE: dict[str, Any] = {"dim": 512, "cache": "e4m3"}
     ids=str,
 )
 def test_unsound_pages(frontend: Frontend, rng: np.random.Generator, setting: dict[str, Any]) -> None:
-    lens = ((500, 500), (300, 900), (400, 400), (200, 700))
-    case = dataclasses.replace(PROMPT, lens=lens, heads=(8, 1), **setting)
+    case = case_of("four", **setting)
     function, arguments = call_with_bound(rng, case)
     table = arguments["block_table"]
     bad = np.zeros(table.shape, bool)
-    bad[1, 0] = bad[1, 320 // (case.page or 1)] = bad[2, 3] = True  # of the last sequence none
+    bad[1, 0] = bad[1, 320 // (case.page or 1)] = bad[2, 3] = True
+    bad[3, 0] = case.window[0] >= 0  # it does not see this one
     bad[3, -1] = True  # which has no key
     spoil(rng, table, bad, len(arguments["k"]))
+    if frontend.name == "torch" and (served := serves_many(frontend, function, arguments)) is not None:
+        assert served.endswith(COPIES), served
     check_twice(frontend, function, arguments)
 
 
 # Copies take time and memory: not of keys that they would be like, nor where few rows see each key, nor for more keys
-# than there may be queries, nor with batch_invariant, where the engine would depend on the batch.
-USUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"page": 24}, {}),
-    ({"page": None, "dim": 72}, {}),
-    ({**FP8, "dtype": "e4m3"}, {}),
-    ({**FP8, "lens": ((300, 500),)}, {}),
-    ({**FP8, "lens": ((400, 3300),)}, {}),
-    (FP8, {"batch_invariant": True}),
+# than there may be queries, nor in small calls, nor with batch_invariant, where the engine would depend on the batch.
+WITHOUT: list[tuple[Case, dict[str, Any]]] = [
+    (case_of("a prompt"), {}),
+    (case_of("a prompt", page=24), {}),
+    (case_of("a prompt", page=None, dim=72), {}),
+    (case_of("a prompt", **FP8, dtype="e4m3"), {}),
+    (case_of("a prompt", **FP8, heads=(32, 32)), {}),
+    (dataclasses.replace(USUAL, **FP8, lens=((1100, 18_000),)), {}),
+    (dataclasses.replace(USUAL, **FP8, lens=((500, 1000),)), {}),
+    (case_of("a prompt", **FP8), {"batch_invariant": True}),
 ]
 
 
 @pytest.mark.frontends("torch")
-@pytest.mark.parametrize(("setting", "more"), USUAL, ids=str)
+@pytest.mark.parametrize(("case", "more"), WITHOUT, ids=str)
 def test_without_copies(
-    frontend: Frontend, rng: np.random.Generator, setting: dict[str, Any], more: dict[str, Any]
+    frontend: Frontend, rng: np.random.Generator, case: Case, more: dict[str, Any]
 ) -> None:
-    function, arguments = call_with_bound(rng, dataclasses.replace(PROMPT, **setting))
+    function, arguments = call_with_bound(rng, case)
     served = serves_many(frontend, function, arguments | more)
     assert served is None or (served.startswith("wide") and COPIES not in served), served

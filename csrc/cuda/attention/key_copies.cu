@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 // Keys that a thread block copies at a time.
-constexpr int kKeys = 32;
+constexpr int kKeys = 8;
 // A sequence's copies begin at a multiple of this. No kv tile has more keys.
 constexpr int kMostTileKeys = 128;
 constexpr int kVectorElements = 8;  // of 16 bits
@@ -97,20 +97,25 @@ __device__ void LoadEight(const char* from, int64_t stride, int unit, int count,
   }
 }
 
-// Copies keys or values of a thread block's rows, of which `places` has the block and the token.
+// Vectors of keys, or of values, that a thread has at a time: their loads are in flight together.
+constexpr int kAtOnce = 4;
+
+// Loads a thread's vectors of a thread block's rows, of which `places` has the block and the token:
+// number `first`, and each kThreads-th after it.
 template <typename T, Source kSource>
-__device__ void CopyRows(const CopiedTensor& t, const int2* places, int64_t first_row, int count) {
+__device__ void LoadVectors(const CopiedTensor& t, const int2* places, int first, int count,
+                            uint4 (&vectors)[kAtOnce]) {
   using Element = std::conditional_t<kSource == Source::kSame, uint16_t, uint8_t>;
   const int of_token = t.vectors_of_token.divisor, of_head = t.vectors_of_head.divisor;
-  auto* const to = reinterpret_cast<uint4*>(t.to) + first_row * of_token;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < count * of_token; i += kThreads) {
-    const int row = t.vectors_of_token.Quotient(i), of_row = i - row * of_token;
-    const int head = t.vectors_of_head.Quotient(of_row), vector = of_row - head * of_head;
-    const int2 place = places[row];
+#pragma unroll
+  for (int n = 0; n < kAtOnce; ++n) {
+    const int i = first + n * kThreads;
     uint32_t y[4] = {};
+    const int row = t.vectors_of_token.Quotient(i), of_row = i - row * of_token;
+    const int head = t.vectors_of_head.Quotient(of_row);
+    const int2 place = row < count ? places[row] : make_int2(-1, 0);
     if (place.x >= 0) {
-      const int dim = vector * kVectorElements;
+      const int dim = (of_row - head * of_head) * kVectorElements;
       const int64_t at = place.x * t.from.stride_block + place.y * t.from.stride_token +
                          head * t.from.stride_head + dim * t.from.stride_dim;
       uint32_t x[2 * sizeof(Element)];
@@ -126,7 +131,19 @@ __device__ void CopyRows(const CopiedTensor& t, const int2* places, int64_t firs
         }
       }
     }
-    to[i] = make_uint4(y[0], y[1], y[2], y[3]);
+    vectors[n] = make_uint4(y[0], y[1], y[2], y[3]);
+  }
+}
+
+// Stores them, from row `first_row` of the copies on.
+__device__ void StoreVectors(const CopiedTensor& t, int64_t first_row, int first, int count,
+                             const uint4 (&vectors)[kAtOnce]) {
+  const int of_token = t.vectors_of_token.divisor;
+  auto* const to = reinterpret_cast<uint4*>(t.to) + first_row * of_token;
+#pragma unroll
+  for (int n = 0; n < kAtOnce; ++n) {
+    const int i = first + n * kThreads;
+    if (i < count * of_token) to[i] = vectors[n];
   }
 }
 
@@ -162,8 +179,14 @@ __global__ void __launch_bounds__(kThreads) KeyCopiesKernel(const __grid_constan
       places[threadIdx.x] = {0, first + static_cast<int>(threadIdx.x)};
     }
     __syncthreads();
-    CopyRows<T, kSource>(c.k, places, item * kKeys, count);
-    CopyRows<T, kSource>(c.v, places, item * kKeys, count);
+    const int num_vectors = count * max(c.k.vectors_of_token.divisor, c.v.vectors_of_token.divisor);
+    for (int i = threadIdx.x; i < num_vectors; i += kAtOnce * kThreads) {
+      uint4 k[kAtOnce], v[kAtOnce];
+      LoadVectors<T, kSource>(c.k, places, i, count, k);
+      LoadVectors<T, kSource>(c.v, places, i, count, v);
+      StoreVectors(c.k, item * kKeys, i, count, k);
+      StoreVectors(c.v, item * kKeys, i, count, v);
+    }
     __syncthreads();
   }
   TriggerNext();  // at the end: the next kernel is large
@@ -203,24 +226,32 @@ CopiedTensor TensorOf(const Problem& p, const Cache& from, const Cache& to) {
   return t;
 }
 
-// Whether keys and values are as their copies would be.
-bool AreAsCopies(const Problem& p) {
-  if (IsFp8(p.kv_dtype) || KeysOfBox(p, 8) < 8) return false;
-  auto aligned = [](const Cache& c) { return UnitOf(c, 2, 0, 16) == 16; };
-  return aligned(p.k) && aligned(p.v);
+// Whether TMA could load keys and values as they are.
+bool AreLoadable(const Problem& p) {
+  const int64_t size = ElementSize(p.kv_dtype);
+  auto aligned = [&](const Cache& c) { return UnitOf(c, size, 0, 16) == 16; };
+  return KeysOfBox(p, 8) == 8 && aligned(p.k) && aligned(p.v);
 }
 
 }  // namespace
 
 bool CopiesKeys(const Problem& p) {
+  const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
   if (p.batch_invariant || p.q_dtype != p.out_dtype || WhyNot16BitDtypes(p)[0] != '\0' ||
-      WhyNoKeys(p)[0] != '\0' || AreAsCopies(p)) {
+      WhyNoKeys(p)[0] != '\0' || sequences == 0) {
     return false;
   }
-  // A key is copied in about the time of the products with so many rows.
-  constexpr int64_t kLeastRows = 1536;
-  const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
-  if (tokens * p.group_size < kLeastRows * sequences) return false;
+  const bool loadable = AreLoadable(p);
+  if (loadable && !IsFp8(p.kv_dtype)) return false;  // copies would be the same
+  // A key is copied in the time that conversion takes for so many rows.
+  const int64_t least_rows = loadable && p.LargerHeadSize() <= 128 ? 2048 : 1536;
+  if (tokens * p.group_size < least_rows * sequences) return false;
+  // One more kernel costs some microseconds, which small calls do not save; those of large heads
+  // do.
+  constexpr double kLeastProducts = 6e9;
+  const double products = static_cast<double>(tokens) * tokens / sequences * p.num_heads *
+                          (p.k.head_size + p.v.head_size);
+  if (!HasLargeHeads(p) && products < kLeastProducts) return false;
   // Tables may have room for far more keys than there are.
   const int64_t most = 2 * 2 * tokens * p.num_heads * (p.k.head_size + p.v.head_size);
   return NumRows(p) <= INT32_MAX && BytesOf(p, p.k) + BytesOf(p, p.v) <= most;

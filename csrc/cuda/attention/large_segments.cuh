@@ -46,7 +46,7 @@ __device__ SplitTile ForEachSplitSegment(const Problem& p, const SplitWorkspace&
                       whole ? nullptr : workspace.partial(kv_head, block, first != steps.begin)});
     if (end == steps.end) return at.Begun(block, first, steps.begin);
     at.step = end - 1;
-    at.Next(p);
+    at.Next<true>(p);
   }
 }
 

@@ -130,10 +130,14 @@ struct Cursor {
         sequence(block.sequence),
         next(all.at(min(index + 1, last_index))) {}
 
+  // kVotes: tells the compiler that all lanes go the same way, so that it keeps what they have in
+  // common once. It shortens large loops; swap is a bit slower with it.
+  template <bool kVotes = false>
   __device__ void Next(const Problem& p) {
     if (++step != tile_end || step == end) return;
     first_row += p.few.q_tile_rows;
-    if (__any_sync(kAllLanes, first_row >= sequence.num_queries * p.group_size)) {
+    const bool ends = first_row >= sequence.num_queries * p.group_size;
+    if (kVotes ? __any_sync(kAllLanes, ends) : ends) {
       first_row = 0;
       do {
         sequence = next.Get();
