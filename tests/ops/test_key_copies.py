@@ -1,4 +1,4 @@
-"""Prompts whose keys `wide` and `large` copy first, as aligned rows of 16-bit numbers: see key_copies.h.
+"""Prompts whose keys `wide` and `large` copy first, to aligned rows: see key_copies.h.
 
 On a CPU the same cases meet the kernels there.
 """
@@ -19,7 +19,7 @@ from tests.ops.engines import call_with_bound, check_twice, serves_many
 
 pytestmark = pytest.mark.gpu_engine
 
-COPIES = "on aligned 16-bit copies of keys and values"
+COPIES = "on copies of keys and values"
 USUAL = Case((), heads=(16, 2), dtype="bf16", dim=128, page=16)
 LEAST_PRODUCTS = 6e9  # of a call with heads of at most 256
 # Queries and keys of each sequence, where a prompt of `n` tokens has enough products. Some sequences go to other
@@ -60,6 +60,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"dim": 100},
     {"dim": 98, "v_dim": 36, "dtype": "f16", "page": 1, "sinks": "f32"},
     {"page": None, "dim": 84, "softcap": 20.0, "lse": False},
+    {**FP8, "dtype": "e4m3", "page": 1, "descale": "SH"},  # products of e4m3
+    {**FP8, "dtype": "e4m3", "page": 6, "dim": 256, "window": (200, 0), "layout": "HND"},
+    {"cache": "u8:e4m3", "dtype": "e4m3", "page": 4, "dim": 192, "v_dim": 128, "softcap": 5.0},
     {"dim": 250, "window": (130, 0), "leftpad": True},
     # heads above 256
     {"dim": 576, "v_dim": 512, "cache": "e4m3"},
@@ -111,6 +114,7 @@ WITHOUT: list[tuple[Case, dict[str, Any]]] = [
     (case_of("a prompt", page=24), {}),
     (case_of("a prompt", page=None, dim=72), {}),
     (case_of("a prompt", **FP8, dtype="e4m3"), {}),
+    (case_of("a prompt", cache="e4m3", dtype="e5m2", page=1), {}),
     (case_of("a prompt", **FP8, heads=(32, 32)), {}),
     (dataclasses.replace(USUAL, **FP8, lens=((1100, 18_000),)), {}),
     (dataclasses.replace(USUAL, **FP8, lens=((500, 1000),)), {}),

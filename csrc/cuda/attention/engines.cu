@@ -47,7 +47,7 @@ const char* Description(const Engine& engine, const char* more, const char* also
 }
 
 constexpr const char* kInClusters = "TMA, two thread blocks share what they load";
-constexpr const char* kOnCopies = "on aligned 16-bit copies of keys and values";
+constexpr const char* kOnCopies = "on copies of keys and values";
 constexpr const char* kManyParts = "several warps add up a row";
 
 const char* FewDescription(const Choice& choice) {

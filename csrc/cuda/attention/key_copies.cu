@@ -71,8 +71,8 @@ struct CopiedKeys {
   }
 };
 
-// Eight elements as they are in memory; zeros for those that the head does not have. unit: as
-// CopiedTensor has it.
+// Eight elements as they are in memory, at any address; zeros for those that the head does not
+// have. unit: as CopiedTensor has it.
 template <typename Element>
 __device__ void LoadEight(const char* from, int64_t stride, int unit, int count,
                           uint32_t (&x)[2 * sizeof(Element)]) {
@@ -88,10 +88,12 @@ __device__ void LoadEight(const char* from, int64_t stride, int unit, int count,
       if (i * kOfWord < count) x[i] = reinterpret_cast<const uint32_t*>(from)[i];
     }
   } else {
-    const auto* elements = reinterpret_cast<const Element*>(from);
 #pragma unroll
     for (int i = 0; i < kVectorElements; ++i) {
-      const uint32_t element = i < count ? elements[i * stride] : 0;
+      const auto* at = reinterpret_cast<const Element*>(from) + i * stride;
+      const auto* bytes = reinterpret_cast<const uint8_t*>(at);
+      uint32_t element = 0;
+      if (i < count) element = unit == 1 && sizeof(Element) == 2 ? bytes[0] | bytes[1] << 8 : *at;
       x[i / kOfWord] |= element << i % kOfWord * 8 * sizeof(Element);
     }
   }
@@ -202,10 +204,21 @@ int64_t NumRows(const Problem& p) {
   return p.index.num_sequences * RoundUp(p.index.capacity, kMostTileKeys);
 }
 
-int64_t VectorsOf(const Cache& c) { return (c.head_size + kVectorElements - 1) / kVectorElements; }
+// Keys and values of products of e4m3 stay as they are.
+bool AreKept(const Problem& p) {
+  return p.q_dtype == FLASHXLA_F8E4M3 && p.kv_dtype == FLASHXLA_F8E4M3;
+}
+
+// Elements of the copies in a vector.
+int64_t PerVector(const Problem& p) { return AreKept(p) ? 16 : kVectorElements; }
+
+// Vectors of a copied head.
+int64_t VectorsOf(const Problem& p, const Cache& c) {
+  return (c.head_size + PerVector(p) - 1) / PerVector(p);
+}
 
 int64_t BytesOf(const Problem& p, const Cache& c) {
-  return NumRows(p) * p.num_kv_heads * VectorsOf(c) * 16;
+  return NumRows(p) * p.num_kv_heads * VectorsOf(p, c) * 16;
 }
 
 // The most bytes, up to `most`, that strides and the address, from which `address` is left, allow
@@ -217,32 +230,40 @@ int64_t UnitOf(const Cache& c, int64_t size, int64_t address, int64_t most) {
   return std::min(unit, most);
 }
 
-CopiedTensor TensorOf(const Problem& p, const Cache& from, const Cache& to) {
+// Pairs of fp8 numbers, as if they were elements of 16 bits. The heads must be of whole vectors.
+Cache PairsOf(const Cache& c) {
+  return {c.data,       c.stride_block / 2, c.stride_token / 2, c.stride_head / 2,
+          c.stride_dim, c.head_size / 2};
+}
+
+CopiedTensor TensorOf(const Problem& p, const Cache& given, const Cache& to) {
+  const Cache from = AreKept(p) ? PairsOf(given) : given;
+  const int64_t size = AreKept(p) ? 2 : ElementSize(p.kv_dtype), vectors = VectorsOf(p, given);
+  const int64_t unit = UnitOf(from, size, AddressOf(from.data), size * kVectorElements);
+  return {from, const_cast<char*>(to.data), static_cast<int32_t>(unit), FastDivide(vectors),
+          FastDivide(vectors * p.num_kv_heads)};
+}
+
+// Whether heads begin and end at multiples of 16 bytes.
+bool HaveVectors(const Problem& p) {
   const int64_t size = ElementSize(p.kv_dtype);
-  CopiedTensor t = {from, const_cast<char*>(to.data), 0, {}, {}};
-  t.unit = static_cast<int32_t>(UnitOf(from, size, AddressOf(from.data), size * kVectorElements));
-  t.vectors_of_head = FastDivide(VectorsOf(from));
-  t.vectors_of_token = FastDivide(VectorsOf(from) * p.num_kv_heads);
-  return t;
+  return UnitOf(p.k, size, 0, 16) == 16 && UnitOf(p.v, size, 0, 16) == 16;
 }
 
 // Whether TMA could load keys and values as they are.
-bool AreLoadable(const Problem& p) {
-  const int64_t size = ElementSize(p.kv_dtype);
-  auto aligned = [&](const Cache& c) { return UnitOf(c, size, 0, 16) == 16; };
-  return KeysOfBox(p, 8) == 8 && aligned(p.k) && aligned(p.v);
-}
+bool AreLoadable(const Problem& p) { return KeysOfBox(p, 8) == 8 && HaveVectors(p); }
 
 }  // namespace
 
 bool CopiesKeys(const Problem& p) {
   const int64_t sequences = p.index.num_sequences, tokens = p.num_tokens;
-  if (p.batch_invariant || p.q_dtype != p.out_dtype || WhyNot16BitDtypes(p)[0] != '\0' ||
-      WhyNoKeys(p)[0] != '\0' || sequences == 0) {
+  if (p.batch_invariant || WhyNot16BitDtypes(p)[0] != '\0' || WhyNoKeys(p)[0] != '\0' ||
+      sequences == 0) {
     return false;
   }
-  const bool loadable = AreLoadable(p);
-  if (loadable && !IsFp8(p.kv_dtype)) return false;  // copies would be the same
+  const bool loadable = AreLoadable(p), kept = AreKept(p);
+  if (loadable && (kept || !IsFp8(p.kv_dtype))) return false;  // copies would be the same
+  if (kept ? !HaveVectors(p) || HasLargeHeads(p) : IsFp8(p.q_dtype)) return false;
   // A key is copied in the time that conversion takes for so many rows.
   const int64_t least_rows = loadable && p.LargerHeadSize() <= 128 ? 2048 : 1536;
   if (tokens * p.group_size < least_rows * sequences) return false;
@@ -253,7 +274,8 @@ bool CopiesKeys(const Problem& p) {
                           (p.k.head_size + p.v.head_size);
   if (!HasLargeHeads(p) && products < kLeastProducts) return false;
   // Tables may have room for far more keys than there are.
-  const int64_t most = 2 * 2 * tokens * p.num_heads * (p.k.head_size + p.v.head_size);
+  const int64_t most =
+      2 * ElementSize(p.q_dtype) * tokens * p.num_heads * (p.k.head_size + p.v.head_size);
   return NumRows(p) <= INT32_MAX && BytesOf(p, p.k) + BytesOf(p, p.v) <= most;
 }
 
@@ -270,13 +292,13 @@ Problem OnKeyCopies(const Problem& p, void* memory) {
   Problem copied = p;
   const int64_t page = IsPaged(p) ? RoundUp(p.index.capacity, kMostTileKeys) : NumRows(p);
   auto place = [&](Cache* c) {
-    const int64_t bytes = BytesOf(p, *c), head = VectorsOf(*c) * kVectorElements;
+    const int64_t bytes = BytesOf(p, *c), head = VectorsOf(p, *c) * PerVector(p);
     c->data = at, c->stride_dim = 1, c->stride_head = head;
     c->stride_token = head * p.num_kv_heads, c->stride_block = page * c->stride_token;
     if (memory != nullptr) at += bytes;
   };
   place(&copied.k), place(&copied.v);
-  copied.kv_dtype = p.out_dtype;
+  if (!AreKept(p)) copied.kv_dtype = p.out_dtype;
   copied.kv_unit = 16, copied.kv_near = true;
   BlockTable& table = copied.block_table;
   if (IsPaged(p)) {
@@ -303,7 +325,7 @@ void LaunchKeyCopies(const Problem& p, Role role, void* memory, cudaStream_t str
   const int blocks = static_cast<int>(std::min<int64_t>(c.num_items, 8ll * NumMultiprocessors()));
   auto launch = [&](auto* kernel) { LaunchDependent(kernel, blocks, kThreads, 0, stream, c); };
   const bool e5m2 = p.kv_dtype == FLASHXLA_F8E5M2;
-  if (!IsFp8(p.kv_dtype)) {
+  if (!IsFp8(p.kv_dtype) || AreKept(p)) {
     launch(KeyCopiesKernel<__half, Source::kSame>);
   } else if (p.out_dtype == FLASHXLA_F16) {
     launch(e5m2 ? KeyCopiesKernel<__half, Source::kE5m2> : KeyCopiesKernel<__half, Source::kE4m3>);

@@ -1,6 +1,6 @@
-// Copies of a call's keys and values: 16-bit numbers in aligned heads, the keys of a sequence in a
-// row. Where many queries see each key, to make them takes less time than to convert or gather the
-// keys for each q tile anew.
+// Copies of a call's keys and values: 16-bit numbers, or e4m3 as the queries, in aligned heads, the
+// keys of a sequence in a row. Where many queries see each key, to make them takes less time than
+// to convert or gather the keys for each q tile anew.
 #ifndef FLASHXLA_CSRC_CUDA_ATTENTION_KEY_COPIES_H_
 #define FLASHXLA_CSRC_CUDA_ATTENTION_KEY_COPIES_H_
 
