@@ -154,6 +154,23 @@ def apart(rng: Rng) -> dict[str, Any]:
     return {**base, "group": group, "lens": base["lens"][:8], "dim": dims[0], "v_dim": int(dims[1])}
 
 
+def copies(rng: Rng) -> dict[str, Any]:
+    """Prompts so large that wide and large copy keys that are fp8, in small pages or in odd heads: see key_copies.h."""
+    dims = pick(rng, (128, 128), (256, 256), (192, 128), (576, 512), tuple(rng.integers(40, 513, 2)))
+    group = int(pick(rng, 8, 16))
+    least = 300 if max(dims) > 256 else int((6e9 / (group * sum(dims))) ** 0.5)
+    queries = [least + int(rng.integers(1, 200)), *pick(rng, [], [], [least // 2, 1, 0])]
+    return {
+        "lens": lens_of(rng, np.array(queries), 300),
+        "group": group,
+        "dtype": pick(rng, *SIXTEEN),
+        "dim": dims[0],
+        "v_dim": int(dims[1]),
+        "page": pick(rng, None, 1, 3, 4, 16, 17, 64),
+        "cache": pick(rng, "same", *FP8),
+    }
+
+
 def anything(rng: Rng) -> dict[str, Any]:
     """Any sizes at all."""
     return {
@@ -332,6 +349,7 @@ KINDS: dict[str, tuple[Callable[[TorchFrontend, Rng], str], tuple[str, ...]]] = 
     "float32": (lambda f, rng: attend(f, rng, float32), ("split32", "tile32")),
     "anything": (lambda f, rng: attend(f, rng, anything), ("tile32", "swap", "split", "wide", "tile")),
     "apart": (lambda f, rng: attend(f, rng, apart), ("large_split", "large", "general")),
+    "copies": (lambda f, rng: attend(f, rng, copies), ("wide", "large")),
     "differentiate": (differentiate, ("wide", "tile", "tile32", "general")),
     "write_and_attend": (write_and_attend, ("tile32", "swap", "split", "wide", "tile", "general")),
     "write": (write, ("reshape_and_cache", "reshape_and_cache_flash")),
