@@ -25,8 +25,9 @@ GRADIENT_TOLERANCE = {"f32": (1e-5, 2e-5), "f16": (1e-5, 6e-4), "bf16": (1e-5, 4
 # On a GPU weights and the scores' gradients are, too, before matrix units sum them up. Of the largest gradient.
 ROUNDED_FACTORS: dict[str, dict[str, float]] = {"cpu": {}, "cuda": {"f16": 2e-3, "bf16": 1e-2}}
 LSE_TOLERANCE = (1e-4, 1e-5)  # float32 whatever the inputs are
-# Of products of e4m3: a GPU adds them up with about 13 bits, so the error grows with the scores.
-FP8_LSE_TOLERANCE = (2e-3, 5e-4)
+# Of products of e4m3: a GPU adds them up with about 13 bits, so the error grows with the scores, and with the numbers
+# that are added up. Random calls met 7e-4 of the LSE with heads of 256, once in some hundred calls.
+FP8_LSE_TOLERANCE = (2e-3, 1e-3)
 
 
 def assert_close(actual: Array, expected: Array, tolerance: tuple[float, float], what: str = "out") -> None:
