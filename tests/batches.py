@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -244,6 +245,14 @@ def caches_of(arguments: Arguments) -> tuple[Any, ...]:
     """The cache of paged_attention as one tensor or two."""
     given = arguments["kv_cache"]
     return given if isinstance(given, tuple) else (given,)
+
+
+def tokens_with_copies(heads: int, dims: tuple[int, int]) -> int:
+    """So many tokens of one prompt that on a Hopper GPU keys are copied, where that helps: see key_copies.h."""
+    if max(dims) > 256:
+        return 500
+    least_products = 6e9
+    return math.ceil(math.sqrt(least_products / (heads * sum(dims))))
 
 
 def spoil(rng: np.random.Generator, table: Array, bad: Array, blocks: int) -> None:

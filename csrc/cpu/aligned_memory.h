@@ -7,11 +7,11 @@
 #include <memory>
 #include <new>
 
+#include "common/round_up.h"
+
 namespace flashxla {
 
 constexpr int64_t kAlignment = 64;  // of the bytes, which is also what parts are rounded up to
-
-inline int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 using AlignedMemory = std::unique_ptr<char, decltype(&std::free)>;
 

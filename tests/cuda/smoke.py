@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from flashxla import native
+from tests.batches import tokens_with_copies
 from tests.expanded import expanded, is_expanded, stored
 from tests.native import driver
 from tests.native.driver import FLOATS, FP8, Array, Call, Placed, Rng, Scalars, Sizes, pick
@@ -498,9 +499,8 @@ def copies_call(rng: Rng) -> Call:
     )
     q_dtype = pick(rng, BF16, F16)
     sizes = large_sizes(rng, dims, q_dtype, np.zeros(0, int), 0, 16)
-    # Small calls have copies only with heads above 256.
-    heads = sizes.kv_heads * sizes.group
-    least = 200 if max(dims) > 256 else math.ceil(math.sqrt(2 * 6e9 / (heads * sum(dims))))
+    # In two sequences. Small calls have copies only with heads above 256.
+    least = 200 if max(dims) > 256 else 3 * tokens_with_copies(sizes.kv_heads * sizes.group, dims) // 2
     len_q = rng.permutation([rng.integers(least, least + 100), rng.integers(0, 4)])
     sizes = sizes._replace(len_q=len_q, len_k=lengths(rng, len_q, 300))
     if rng.random() < 0.5:

@@ -10,7 +10,7 @@ import flashxla
 from flashxla import native
 from tests import reference
 from tests.batches import Arguments, Case, flash_attn_arguments, paged_attention_arguments
-from tests.checks import DTYPES, assert_attention, assert_same_bits
+from tests.checks import DTYPES, Rounding, assert_attention, assert_same_bits
 from tests.frontends import Frontend, TorchFrontend, has_arrays, map_arrays
 
 ONE_TENSOR = ("interleaved", "packed_HND", "packed_NHD", "stacked")
@@ -76,7 +76,7 @@ def _explained(frontend: Frontend, function: str, arguments: Arguments) -> flash
     return flashxla.explain(getattr(frontend.fx, function), platform="cuda", **given)
 
 
-def rounding_of_weights(frontend: Frontend, function: str, arguments: Arguments) -> Any:
+def rounding_of_weights(frontend: Frontend, function: str, arguments: Arguments) -> Rounding | None:
     """What rounding the softmax's weights to e4m3 changes of each element of out at most; None if nothing does it.
 
     On a Hopper GPU products of e4m3 serve many queries where q, k and v are e4m3. A weight keeps 4 bits. So it is off
@@ -95,7 +95,8 @@ def rounding_of_weights(frontend: Frontend, function: str, arguments: Arguments)
     lengths = next(
         arguments[name] for name in ("context_lens", "seqused_k", "cu_seqlens_k") if name in arguments
     )
-    return magnitude * 2.0**-4 + largest * np.max(lengths, initial=0) * 2.0**-18
+    out = magnitude * 2.0**-4 + largest * np.max(lengths, initial=0) * 2.0**-18
+    return Rounding(out, queries.shape[-1])
 
 
 def _largest_scale(arguments: Arguments) -> float:

@@ -6,14 +6,13 @@ On a CPU the same cases meet the kernels there.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.batches import Case, spoil
+from tests.batches import Case, spoil, tokens_with_copies
 from tests.frontends import Frontend
 from tests.ops.engines import call_with_bound, check_twice, serves_many
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.gpu_engine
 
 COPIES = "on copies of keys and values"
 USUAL = Case((), heads=(16, 2), dtype="bf16", dim=128, page=16)
-LEAST_PRODUCTS = 6e9  # of a call with heads of at most 256
 # Queries and keys of each sequence, where a prompt of `n` tokens has enough products. Some sequences go to other
 # engines, or have nothing to do.
 BATCHES: dict[str, Callable[[int], tuple[tuple[int, int], ...]]] = {
@@ -34,10 +32,7 @@ BATCHES: dict[str, Callable[[int], tuple[tuple[int, int], ...]]] = {
 
 def case_of(batch: str, **setting: Any) -> Case:
     case = dataclasses.replace(USUAL, **setting)
-    tokens = 500
-    if max(case.dims) <= 256:
-        tokens = math.ceil(math.sqrt(LEAST_PRODUCTS / (case.heads[0] * sum(case.dims))))
-    return dataclasses.replace(case, lens=BATCHES[batch](tokens))
+    return dataclasses.replace(case, lens=BATCHES[batch](tokens_with_copies(case.heads[0], case.dims)))
 
 
 FP8: dict[str, Any] = {"cache": "e4m3"}

@@ -26,6 +26,7 @@ from tests.batches import (
     normal,
     qkvpacked,
     ragged_paged_attention_arguments,
+    tokens_with_copies,
 )
 from tests.checks import (
     DTYPES,
@@ -158,7 +159,7 @@ def copies(rng: Rng) -> dict[str, Any]:
     """Prompts so large that wide and large copy keys that are fp8, in small pages or in odd heads: see key_copies.h."""
     dims = pick(rng, (128, 128), (256, 256), (192, 128), (576, 512), tuple(rng.integers(40, 513, 2)))
     group = int(pick(rng, 8, 16))
-    least = 300 if max(dims) > 256 else int((6e9 / (group * sum(dims))) ** 0.5)
+    least = tokens_with_copies(group, dims)
     queries = [least + int(rng.integers(1, 200)), *pick(rng, [], [], [least // 2, 1, 0])]
     return {
         "lens": lens_of(rng, np.array(queries), 300),

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/round_up.h"
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/dtypes.cuh"
@@ -194,8 +195,6 @@ __global__ void __launch_bounds__(kThreads) KeyCopiesKernel(const __grid_constan
   TriggerNext();  // at the end: the next kernel is large
 }
 
-int64_t RoundUp(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 bool IsPaged(const Problem& p) { return p.block_table.data != nullptr; }
 
 // Rows of the copies.
@@ -221,15 +220,6 @@ int64_t BytesOf(const Problem& p, const Cache& c) {
   return NumRows(p) * p.num_kv_heads * VectorsOf(p, c) * 16;
 }
 
-// The most bytes, up to `most`, that strides and the address, from which `address` is left, allow
-// to load at a time.
-int64_t UnitOf(const Cache& c, int64_t size, int64_t address, int64_t most) {
-  if (c.stride_dim != 1) return size;
-  const int64_t unit = CommonUnit({address, c.head_size * size, c.stride_block * size,
-                                   c.stride_token * size, c.stride_head * size});
-  return std::min(unit, most);
-}
-
 // Pairs of fp8 numbers, as if they were elements of 16 bits. The heads must be of whole vectors.
 Cache PairsOf(const Cache& c) {
   return {c.data,       c.stride_block / 2, c.stride_token / 2, c.stride_head / 2,
@@ -239,7 +229,7 @@ Cache PairsOf(const Cache& c) {
 CopiedTensor TensorOf(const Problem& p, const Cache& given, const Cache& to) {
   const Cache from = AreKept(p) ? PairsOf(given) : given;
   const int64_t size = AreKept(p) ? 2 : ElementSize(p.kv_dtype), vectors = VectorsOf(p, given);
-  const int64_t unit = UnitOf(from, size, AddressOf(from.data), size * kVectorElements);
+  const int64_t unit = std::min(UnitOf(from, size, AddressOf(from.data)), size * kVectorElements);
   return {from, const_cast<char*>(to.data), static_cast<int32_t>(unit), FastDivide(vectors),
           FastDivide(vectors * p.num_kv_heads)};
 }
@@ -247,7 +237,7 @@ CopiedTensor TensorOf(const Problem& p, const Cache& given, const Cache& to) {
 // Whether heads begin and end at multiples of 16 bytes.
 bool HaveVectors(const Problem& p) {
   const int64_t size = ElementSize(p.kv_dtype);
-  return UnitOf(p.k, size, 0, 16) == 16 && UnitOf(p.v, size, 0, 16) == 16;
+  return UnitOf(p.k, size, 0) == 16 && UnitOf(p.v, size, 0) == 16;
 }
 
 // Whether TMA could load keys and values as they are.
@@ -313,7 +303,7 @@ Problem OnKeyCopies(const Problem& p, void* memory) {
   return copied;
 }
 
-void LaunchKeyCopies(const Problem& p, Role role, void* memory, cudaStream_t stream) {
+Problem MakeKeyCopies(const Problem& p, Role role, void* memory, cudaStream_t stream) {
   const Problem copied = OnKeyCopies(p, memory);
   KeyCopies c = {};
   c.k = TensorOf(p, p.k, copied.k), c.v = TensorOf(p, p.v, copied.v);
@@ -333,6 +323,7 @@ void LaunchKeyCopies(const Problem& p, Role role, void* memory, cudaStream_t str
     launch(e5m2 ? KeyCopiesKernel<__nv_bfloat16, Source::kE5m2>
                 : KeyCopiesKernel<__nv_bfloat16, Source::kE4m3>);
   }
+  return copied;
 }
 
 }  // namespace flashxla::attention

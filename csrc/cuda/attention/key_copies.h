@@ -22,9 +22,10 @@ int64_t KeyCopiesBytes(const Problem& p);
 // the block table.
 Problem OnKeyCopies(const Problem& p, void* memory = nullptr);
 
-// Makes the copies of what sequences of `role` see. Other rows that a kv tile may have are zeros.
-// The table's entry of a sequence becomes -1 if it sees a page that does not exist.
-void LaunchKeyCopies(const Problem& p, Role role, void* memory, cudaStream_t stream);
+// Makes the copies of what sequences of `role` see, and returns the call on them. Other rows that a
+// kv tile may have are zeros. The table's entry of a sequence becomes -1 if it sees a page that
+// does not exist.
+Problem MakeKeyCopies(const Problem& p, Role role, void* memory, cudaStream_t stream);
 
 }  // namespace flashxla::attention
 

@@ -54,9 +54,7 @@ const char* WhyNotProblem(const Problem& p) {
 }
 
 // The problem on copies of the keys, if it has any that clusters take.
-Problem OnCopies(const Problem& p, void* memory = nullptr) {
-  return LargeCopiesKeys(p) ? OnKeyCopies(p, memory) : p;
-}
+Problem OnCopies(const Problem& p) { return LargeCopiesKeys(p) ? OnKeyCopies(p) : p; }
 
 const char* WhyNotLarge(const Facts& facts) { return WhyNotProblem(OnCopies(facts.problem)); }
 
@@ -85,8 +83,7 @@ int64_t WorkspaceBytes(const Problem& p) { return LargeCopiesKeys(p) ? KeyCopies
 
 // Works on copies, but for sequences of which a page is missing: general takes these.
 flashxla_status LaunchOnCopies(const Problem& p, void* memory, cudaStream_t stream) {
-  LaunchKeyCopies(p, kRest, memory, stream);
-  const Problem copied = OnCopies(p, memory);
+  const Problem copied = MakeKeyCopies(p, kRest, memory, stream);
   const flashxla_status status = LaunchLargeClusters(copied, stream);
   if (status != FLASHXLA_OK || copied.block_table.data == nullptr) return status;
   Problem left = p;

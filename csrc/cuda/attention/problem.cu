@@ -4,6 +4,7 @@
 
 #include "common/attention_arguments.h"
 #include "cuda/attention/engines.h"
+#include "cuda/attention/tensor_map.h"
 
 namespace flashxla::attention {
 namespace {
@@ -33,9 +34,7 @@ bool IsNear(const Cache& c, const CacheView& view, int64_t size, int64_t unit) {
 
 // The most bytes that can be accessed at a time, of elements of `size` bytes: see Problem.
 int32_t UnitOf(const Cache& c, int64_t size) {
-  if (c.stride_dim != 1) return 0;
-  const int64_t unit = CommonUnit({AddressOf(c.data), c.head_size * size, c.stride_block * size,
-                                   c.stride_token * size, c.stride_head * size});
+  const int64_t unit = c.stride_dim == 1 ? UnitOf(c, size, AddressOf(c.data)) : 0;
   return unit >= 4 ? static_cast<int32_t>(unit) : 0;
 }
 int32_t UnitOf(const Rows& r, int64_t head_size, int64_t size) {

@@ -101,8 +101,8 @@ flashxla_status LaunchSwap(const Problem& p, void* workspace, cudaStream_t strea
   w.p = p;
   w.tag = NewCallTag();
   w.num_blocks = FastDivide(p.few.num_blocks);
-  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.k.head_size % 8 == 0 && AreVectors(p.q, p.q_dtype);
-  w.out_vectors = p.v.head_size % 8 == 0 && AreVectors(p.out, p.out_dtype);
+  w.q_vectors = ElementSize(p.q_dtype) == 2 && p.q_unit == 16;
+  w.out_vectors = p.out_unit == 16;
   if (p.few.copies) {
     LaunchSwapCopied(w, workspace, stream);
     return FLASHXLA_OK;

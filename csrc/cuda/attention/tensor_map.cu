@@ -62,10 +62,10 @@ bool MakeTensorMap(const void* data, int64_t dtype, int rank, const int64_t* siz
 
 }  // namespace
 
-bool AreVectors(const Rows& rows, int64_t dtype) {
-  const int64_t size = ElementSize(dtype);
-  return rows.stride_dim == 1 && CommonUnit({AddressOf(rows.data), rows.stride_token * size,
-                                             rows.stride_head * size}) == 16;
+int64_t UnitOf(const Cache& cache, int64_t size, int64_t address) {
+  if (cache.stride_dim != 1) return size;
+  return CommonUnit({address, cache.head_size * size, cache.stride_block * size,
+                     cache.stride_token * size, cache.stride_head * size});
 }
 
 const char* WhyNoKeys(const Problem& p) {

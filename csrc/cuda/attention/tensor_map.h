@@ -17,8 +17,9 @@ inline bool TakesStride(int64_t size, int64_t stride) {
   return size <= 1 || (stride > 0 && stride < (int64_t{1} << 39));
 }
 
-// Whether rows of a dtype can be read in vectors of 16 bytes.
-bool AreVectors(const Rows& rows, int64_t dtype);
+// The most bytes, up to 16, that can be accessed at a time of keys or values with elements of
+// `size` bytes, if they start at `address`. Where the elements of a head lie apart, an element.
+int64_t UnitOf(const Cache& cache, int64_t size, int64_t address);
 
 // Why a call has no keys to load; "" if it may have some.
 const char* WhyNoKeys(const Problem& p);

@@ -4,6 +4,7 @@
 // rows each, multiply (wide_consumer.cuh).
 #include <algorithm>
 
+#include "common/round_up.h"
 #include "common/tensor_view.h"
 #include "cuda/attention/dispatch.cuh"
 #include "cuda/attention/engines.h"
@@ -260,7 +261,7 @@ struct PartialRoom {
   int64_t num_bytes() const {
     constexpr int64_t kAlignment = 256;
     const int64_t bytes = flags_at() + partials * groups * int64_t{sizeof(uint64_t)};
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return RoundUp(bytes, kAlignment);
   }
 };
 
@@ -290,7 +291,7 @@ PartialRoom RoomOf(const Problem& p) {
 }
 
 int64_t WorkspaceBytes(const Problem& p) {
-  return RoomOf(OnKeyCopies(p)).num_bytes() + KeyCopiesBytes(p);
+  return KeyCopiesBytes(p) + RoomOf(OnKeyCopies(p)).num_bytes();
 }
 
 // Whether each thread block has one q tile at most, of few sequences.
@@ -354,13 +355,28 @@ bool LaunchScores(WideProblem& w, WideScores scores, void* workspace, cudaStream
   return launch(std::integral_constant<Scores, Scores::kAny>{});
 }
 
+ManyShape WorkOf(const Problem& p) {
+  const bool divides = MayDivide(p);
+  ManyShape shape = divides || HasFixedParts(p) || HasOddHeads(p) || PacksShort(p)
+                        ? PackedWork(p)
+                        : WholeWork(p, ScoresOf(p, {}));
+  shape.divides = divides;
+  if (divides && p.batch_invariant) {
+    shape.fixed_parts = MaxFixedParts(p, shape);
+    shape.fixed_partials = static_cast<int32_t>(RoomOf(p).partials);
+  }
+  return shape;
+}
+
 flashxla_status LaunchWide(const Problem& given, void* workspace, cudaStream_t stream) {
-  void* copies = static_cast<char*>(workspace) + RoomOf(OnKeyCopies(given)).num_bytes();
-  const Problem p = OnKeyCopies(given, copies);
-  if (CopiesKeys(given)) LaunchKeyCopies(given, kMany, copies, stream);
+  Problem p = given;
+  if (CopiesKeys(given)) {  // they come first in the workspace
+    p = MakeKeyCopies(given, kMany, workspace, stream);
+    workspace = static_cast<char*>(workspace) + KeyCopiesBytes(given);
+  }
   bool launched = false;
   WideProblem w = {};
-  w.p = p, w.work = WideWork(p);
+  w.p = p, w.work = WorkOf(p);
   const WideScores scores = ScoresOf(p, w.work);
   const WideKeys keys = KeysOf(p);
   WithInstance<WideHeadSizes>(p, [&](auto t, auto dims, auto is_fp8) {
@@ -397,18 +413,9 @@ flashxla_status LaunchWide(const Problem& given, void* workspace, cudaStream_t s
 
 }  // namespace
 
-ManyShape WideWork(const Problem& given) {
-  const Problem p = OnKeyCopies(given);
-  const bool divides = MayDivide(p);
-  ManyShape shape = divides || HasFixedParts(p) || HasOddHeads(p) || PacksShort(p)
-                        ? PackedWork(p)
-                        : WholeWork(p, ScoresOf(p, {}));
-  shape.divides = divides;
-  shape.copies_keys = CopiesKeys(given);
-  if (divides && p.batch_invariant) {
-    shape.fixed_parts = MaxFixedParts(p, shape);
-    shape.fixed_partials = static_cast<int32_t>(RoomOf(p).partials);
-  }
+ManyShape WideWork(const Problem& p) {
+  ManyShape shape = WorkOf(OnKeyCopies(p));
+  shape.copies_keys = CopiesKeys(p);
   return shape;
 }
 

@@ -138,7 +138,7 @@ AlignedCall AlignedCallOf(const Arguments& args) {
     t.shape[2] = (t.shape[2] * size + 15) / 16 * 16 / size;
     t.stride[2] = 1, t.stride[1] = t.shape[2], t.stride[0] = t.shape[1] * t.shape[2];
     if (memory != nullptr) t.data = memory + call.bytes;
-    call.bytes += RoundUp(t.shape[0] * t.stride[0] * size);
+    call.bytes += PartBytes(t.shape[0] * t.stride[0] * size);
   };
   for (const Field field : kRead) align(call.args.*field);
   for (const Field field : kWritten) align(call.args.*field);

@@ -7,12 +7,13 @@
 
 #include <cuda_runtime.h>
 
+#include "common/round_up.h"
 #include "flashxla/attention_backward.h"
 
 namespace flashxla::attention_backward {
 
 // The bytes of a part of the workspace, so that the next part is aligned.
-inline int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+inline int64_t PartBytes(int64_t bytes) { return RoundUp(bytes, 256); }
 
 // Whether rows can be read and written 16 bytes at a time where the address is a multiple of 16.
 bool InVectors(const flashxla_tensor& t);

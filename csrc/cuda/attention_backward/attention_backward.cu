@@ -80,14 +80,14 @@ struct Workspace {
 
   Workspace(const Problem& p, int64_t num_sequences, const Engine& engine)
       : layout(num_sequences, p.num_tokens, p.num_keys, KeyTileOf(p, engine)) {
-    rows = RoundUp(layout.words() * int64_t{sizeof(int32_t)});
+    rows = PartBytes(layout.words() * int64_t{sizeof(int32_t)});
     turns = rows + 2 * RowBytes(p);
-    sums = turns + RoundUp(NumTiles(p) * int64_t{sizeof(int32_t)});
+    sums = turns + PartBytes(NumTiles(p) * int64_t{sizeof(int32_t)});
     bytes = sums + NumTiles(p) * SumsOf(p, engine) * int64_t{sizeof(float)};
   }
   int64_t NumTiles(const Problem& p) const { return int64_t{layout.num_row_tiles} * p.num_heads; }
   int64_t RowBytes(const Problem& p) const {
-    return RoundUp(NumTiles(p) * kRowTile * int64_t{sizeof(float)});
+    return PartBytes(NumTiles(p) * kRowTile * int64_t{sizeof(float)});
   }
 };
 
